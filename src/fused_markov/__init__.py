@@ -1,0 +1,26 @@
+"""Exact sampling of DSpark drafts with one read of the Markov head per decode step."""
+
+from fused_markov import reference
+from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.errors import (
+    ArgumentError,
+    CheckpointError,
+    EngineUnavailableError,
+    FusedMarkovError,
+)
+from fused_markov.head import MarkovHead
+from fused_markov.sampler import DraftSampler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "DraftBatch",
+    "DraftResult",
+    "DraftSampler",
+    "EngineUnavailableError",
+    "FusedMarkovError",
+    "MarkovHead",
+    "reference",
+]

@@ -1,0 +1,238 @@
+"""One decode step's inputs and outputs, and every check of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_markov.errors import ArgumentError
+from fused_markov.head import MarkovHead
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+PADDING_TOKEN = 0
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """What one decode step drafts from. R rows, S draft steps, N request slots.
+
+    Args:
+        base_logits: ``[R, S, >=V]`` fp32, bf16 or fp16 base logits of the backbone; any strides but
+            a unit last one. Columns past the head's candidates are ignored.
+        anchors: ``[R]`` int32/int64 target ids of the last accepted tokens.
+        positions: ``[R, S]`` int32/int64 position of each sampled token.
+        temperature: ``[N]`` float temperatures by slot, 0 is greedy; ``None``: all greedy.
+        seeds: ``[N]`` int64 request seeds by slot; needed where ``temperature`` is given.
+        slots: ``[R]`` or ``[R, S]`` int32/int64 request slot of each row (and step); negative is
+            padding: nothing of it is read or written and its token is 0. ``None``: row i is slot i.
+
+    The tensors are borrowed, never copied. Checked when sampled, by `check_inputs`.
+    """
+
+    base_logits: Tensor
+    anchors: Tensor
+    positions: Tensor
+    temperature: Tensor | None = None
+    seeds: Tensor | None = None
+    slots: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.base_logits.shape[0]
+
+    @property
+    def steps(self) -> int:
+        return self.base_logits.shape[1]
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature is None
+
+    def slot_matrix(self) -> Tensor:
+        """int64 ``[R, S]`` slots, whatever form they were given in."""
+        shape = (self.rows, self.steps)
+        if self.slots is None:
+            slots = torch.arange(self.rows, device=self.base_logits.device)
+        else:
+            slots = self.slots.to(torch.int64)
+        return (slots.unsqueeze(1) if slots.dim() == 1 else slots).expand(shape)
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """What a decode step drafted.
+
+    Attributes:
+        tokens: ``[R, S]`` target ids, int64 unless a tensor was given to fill; 0 where padded.
+        nonfinite: ``[R, S]`` bool: the step's winning score was not a finite number. With no
+            candidate above -inf the token is the lowest candidate id.
+        engine: name of the engine that ran.
+        passes_tensor: how often W2 was read (int64, one element, on the device).
+    """
+
+    tokens: Tensor
+    nonfinite: Tensor
+    engine: str
+    passes_tensor: Tensor
+
+    @property
+    def passes(self) -> int:
+        """How often W2 was read in this step. Synchronises with the device."""
+        return int(self.passes_tensor)
+
+
+def cache_is_target_wide(head: MarkovHead, cache_width: int) -> bool:
+    """Whether a cache of this width is indexed by target id (not by candidate)."""
+    return head.id_map is None or cache_width >= head.vocab_size
+
+
+def logits_dtype(head: MarkovHead, batch: DraftBatch, cache: Tensor | None) -> torch.dtype:
+    """The dtype that logits are rounded to before the argmax: the cache's, where there is one."""
+    if cache is not None:
+        return cache.dtype
+    return torch.promote_types(batch.base_logits.dtype, head.dtype)
+
+
+def check_inputs(
+    head: MarkovHead,
+    batch: DraftBatch,
+    cache: Tensor | None = None,
+    tokens: Tensor | None = None,
+    *,
+    values: bool | None = None,
+) -> None:
+    """Check one decode step's tensors against each other and the head.
+
+    Args:
+        values: also look at the values of anchors, slots and temperatures. That synchronises with
+            a GPU, so by default only CPU tensors are looked at; kernels clamp ids and slots, so a
+            bad value there gives a wrong draft, never a fault.
+
+    Raises:
+        ArgumentError: naming the argument, what was expected and what came.
+    """
+    base = batch.base_logits
+    _dims("base_logits", base, 3)
+    if base.dtype not in LOGIT_DTYPES:
+        raise ArgumentError("base_logits", "fp32, bf16 or fp16", str(base.dtype))
+    rows, steps, width = base.shape
+    if steps < 1:
+        raise ArgumentError("base_logits", "at least one draft step", str(list(base.shape)))
+    if width < head.draft_vocab:
+        raise ArgumentError(
+            "base_logits",
+            f"last dimension >= {head.draft_vocab} (the head's candidates)",
+            str(list(base.shape)),
+        )
+    _unit_stride("base_logits", base)
+    _same_device("base_logits", base, head)
+    _indices("anchors", batch.anchors, (rows,), base, head)
+    _indices("positions", batch.positions, (rows, steps), base, head)
+    if batch.slots is not None:
+        shape = (rows, steps) if batch.slots.dim() == 2 else (rows,)
+        _indices("slots", batch.slots, shape, base, head)
+    num_slots = _check_slot_tensors(head, batch)
+    if cache is not None:
+        num_slots = min(num_slots, _check_cache(head, batch, cache))
+    if batch.slots is None and num_slots < rows:
+        raise ArgumentError(
+            "slots",
+            f"given, or at least {rows} slots (row i is slot i)",
+            f"None and {num_slots} slots",
+        )
+    if tokens is not None:
+        _indices("tokens", tokens, (rows, steps), base, head)
+    if values if values is not None else base.device.type == "cpu":
+        _check_values(head, batch, num_slots)
+
+
+def _check_slot_tensors(head: MarkovHead, batch: DraftBatch) -> int:
+    if batch.temperature is None:
+        return 1 << 62
+    _dims("temperature", batch.temperature, 1)
+    if not batch.temperature.is_floating_point():
+        raise ArgumentError("temperature", "a float dtype", str(batch.temperature.dtype))
+    _same_device("temperature", batch.temperature, head)
+    if batch.seeds is None:
+        raise ArgumentError(
+            "seeds", "[N] int64 where temperature is given", "None", "give seeds, or no temperature"
+        )
+    if batch.seeds.dtype != torch.int64:
+        raise ArgumentError("seeds", "int64", str(batch.seeds.dtype))
+    if batch.seeds.shape != batch.temperature.shape:
+        raise ArgumentError(
+            "seeds",
+            f"shape {list(batch.temperature.shape)} as temperature",
+            str(list(batch.seeds.shape)),
+        )
+    _same_device("seeds", batch.seeds, head)
+    return batch.temperature.shape[0]
+
+
+def _check_cache(head: MarkovHead, batch: DraftBatch, cache: Tensor) -> int:
+    _dims("logits_cache", cache, 3)
+    if cache.dtype not in LOGIT_DTYPES:
+        raise ArgumentError("logits_cache", "fp32, bf16 or fp16", str(cache.dtype))
+    if cache.shape[1] < batch.steps:
+        raise ArgumentError(
+            "logits_cache",
+            f"[slots, >={batch.steps}, vocab] for {batch.steps} draft steps",
+            str(list(cache.shape)),
+        )
+    width = cache.shape[2]
+    if width < head.vocab_size and (head.id_map is None or width != head.draft_vocab):
+        wide = f">= {head.vocab_size} (target ids)"
+        either = wide if head.id_map is None else f"{head.draft_vocab} (candidates) or {wide}"
+        raise ArgumentError("logits_cache", f"last dimension {either}", str(list(cache.shape)))
+    _unit_stride("logits_cache", cache)
+    _same_device("logits_cache", cache, head)
+    return cache.shape[0]
+
+
+def _check_values(head: MarkovHead, batch: DraftBatch, num_slots: int) -> None:
+    slots = batch.slot_matrix()
+    if slots.numel() and int(slots.max()) >= num_slots:
+        raise ArgumentError("slots", f"below {num_slots}", f"a slot {int(slots.max())}")
+    live = batch.anchors[(slots >= 0).any(dim=1)]
+    if live.numel() and not 0 <= int(live.min()) <= int(live.max()) < head.vocab_size:
+        raise ArgumentError(
+            "anchors",
+            f"target ids in [0, {head.vocab_size}) in live rows",
+            f"ids from {int(live.min())} to {int(live.max())}",
+        )
+    if batch.temperature is not None:
+        used = batch.temperature[slots[slots >= 0]]
+        if bool((~(used >= 0) | used.isinf()).any()):
+            raise ArgumentError("temperature", "finite numbers >= 0", f"{used.tolist()[:8]}")
+
+
+def _dims(name: str, x: Tensor, dims: int) -> None:
+    if x.dim() != dims:
+        raise ArgumentError(name, f"{dims} dimensions", f"shape {list(x.shape)}")
+
+
+def _unit_stride(name: str, x: Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ArgumentError(
+            name, "a unit last stride", f"strides {x.stride()}", "call .contiguous() first"
+        )
+
+
+def _same_device(name: str, x: Tensor, head: MarkovHead) -> None:
+    if x.device != head.device:
+        raise ArgumentError(name, f"the head's device {head.device}", str(x.device))
+
+
+def _indices(name: str, x: Tensor, shape: tuple[int, ...], base: Tensor, head: MarkovHead) -> None:
+    if tuple(x.shape) != shape:
+        raise ArgumentError(
+            name,
+            f"shape {list(shape)} to go with base_logits {list(base.shape)}",
+            str(list(x.shape)),
+        )
+    if x.dtype not in INDEX_DTYPES:
+        raise ArgumentError(name, "int32 or int64", str(x.dtype))
+    _same_device(name, x, head)

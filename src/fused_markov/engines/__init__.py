@@ -1,0 +1,58 @@
+"""The engines, and the one interface through which the sampler drives them.
+
+An engine computes what `fused_markov.reference.sample` computes. It states in `why_not` what keeps it
+from a plan; the sampler logs that reason, and never falls back without one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.head import MarkovHead
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sampler is built for.
+
+    Attributes:
+        max_rows: most rows R of a batch.
+        steps: draft steps S of a batch.
+        noise_dtype: float32 or float64 Gumbel noise.
+    """
+
+    max_rows: int
+    steps: int
+    noise_dtype: torch.dtype
+
+
+class Engine(Protocol):
+    """One way to compute a decode step's drafts."""
+
+    name: str
+
+    def __init__(self, head: MarkovHead, plan: Plan) -> None: ...
+
+    @staticmethod
+    def why_not(head: MarkovHead, plan: Plan) -> str | None:
+        """The reason this engine cannot run the plan on this machine, or None."""
+
+    def sample(
+        self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
+    ) -> DraftResult:
+        """Draft for inputs that `check_inputs` has passed."""
+
+    def warmup(self) -> None:
+        """Compile and allocate all that `sample` will need for the plan."""
+
+
+def engine_types() -> dict[str, type[Engine]]:
+    """Every engine by name, the preferred first."""
+    from fused_markov.engines.loop import LoopEngine
+
+    return {e.name: e for e in (LoopEngine,)}

@@ -1,0 +1,195 @@
+"""The DSpark Markov head: bias = W2 · W1[previous token], and which token each row of W2 stands for."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_markov.errors import ArgumentError
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class MarkovHead:
+    """A low-rank Markov head (DSpark, arXiv 2607.05147; vLLM's ``DSparkMarkovHead``).
+
+    Args:
+        w1: ``[w1_rows, r]`` embedding of the previous token, by target id; fp32, bf16 or fp16,
+            contiguous. Rows past the target vocabulary are padding.
+        w2: ``[w2_rows, r]`` bias projection, one row a candidate; same dtype and device as ``w1``,
+            contiguous. Or fp8 e4m3 together with ``w2_scale``; it is then dequantized once, here,
+            into ``w1``'s dtype.
+        id_map: ``[draft_vocab]`` distinct target ids of the candidates, for a reduced draft
+            vocabulary. ``None``: candidate ``i`` is target id ``i``.
+        d2t: the same map as checkpoints hold it, as offsets: target id = row + ``d2t[row]``.
+            Give ``id_map`` or ``d2t``, not both.
+        scale: factor on the bias, where vLLM's ``LogitsProcessor`` applies it (after the cap).
+        soft_cap: ``tanh`` cap on the bias, as ``LogitsProcessor`` applies it; ``None``: no cap.
+        vocab_size: true size of the target vocabulary when ``w1`` and ``w2`` are padded beyond it;
+            ids at or past it are never drafted. ``None``: ``w1``'s rows.
+        w2_scale: ``[w2_rows]`` or ``[w2_rows, 1]`` fp32 row scales of an fp8 ``w2``.
+
+    Attributes:
+        vocab_size: the target vocabulary V_t: previous tokens and drafted ids lie in ``[0, V_t)``.
+        draft_vocab: number of candidates V: ``w2[:V]`` and ``base_logits[..., :V]`` are used.
+        id_map: int64 ``[V]`` on the head's device, or ``None``.
+
+    Raises:
+        ArgumentError: for any wrong shape, dtype, device, stride or id.
+    """
+
+    def __init__(
+        self,
+        w1: Tensor,
+        w2: Tensor,
+        *,
+        id_map: Tensor | None = None,
+        d2t: Tensor | None = None,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+        vocab_size: int | None = None,
+        w2_scale: Tensor | None = None,
+    ) -> None:
+        w2 = _dequantized(w1, w2, w2_scale)
+        _check_weights(w1, w2)
+        if soft_cap is not None and not soft_cap > 0:
+            raise ArgumentError("soft_cap", "a number above 0 or None", repr(soft_cap))
+        if vocab_size is None:
+            vocab_size = w1.shape[0]
+        if not 1 <= vocab_size <= w1.shape[0]:
+            raise ArgumentError(
+                "vocab_size", f"1 to {w1.shape[0]} (the rows of w1)", str(vocab_size)
+            )
+        self.w1, self.w2 = w1, w2
+        self.scale, self.soft_cap = float(scale), soft_cap
+        self.vocab_size = vocab_size
+        self.id_map = _target_ids(id_map, d2t, w2, vocab_size)
+        if self.id_map is not None:
+            self.draft_vocab = self.id_map.shape[0]
+        elif w2.shape[0] < vocab_size:
+            raise ArgumentError(
+                "w2",
+                f"at least {vocab_size} rows (the target vocabulary) where there is no id map",
+                f"{w2.shape[0]} rows",
+                "give id_map (target ids) or d2t (offsets) for a reduced draft vocabulary, "
+                "or vocab_size if w1 is padded",
+            )
+        else:
+            self.draft_vocab = vocab_size
+
+    @property
+    def rank(self) -> int:
+        return self.w1.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.w1.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.w2.dtype
+
+    def bias(self, prev: Tensor) -> Tensor:
+        """The bias rows ``[M, V]``, in w2's dtype, after previous tokens ``prev`` ``[M]``.
+
+        An fp32 sum rounded once, then capped and scaled with vLLM's roundings. On the CPU a lone
+        row goes through the product beside a copy of itself: the library behind ``F.linear`` adds
+        a single row in another order than several, and a row's bits must not depend on its company.
+        """
+        embed = self.w1[prev]
+        alone = embed.shape[0] == 1 and not embed.is_cuda
+        bias = F.linear(embed.expand(2, -1) if alone else embed, self.w2[: self.draft_vocab])
+        return self.transform(bias[:1] if alone else bias)
+
+    def transform(self, bias: Tensor) -> Tensor:
+        """Soft cap, then scale, each operation rounded to ``bias``'s dtype (LogitsProcessor)."""
+        if self.soft_cap is not None:
+            bias = torch.tanh(bias / self.soft_cap) * self.soft_cap
+        return bias * self.scale if self.scale != 1.0 else bias
+
+    def target_ids(self, candidates: Tensor) -> Tensor:
+        """Target ids (int64) of candidate rows."""
+        return candidates if self.id_map is None else self.id_map[candidates]
+
+    def __repr__(self) -> str:
+        mapped = "" if self.id_map is None else ", reduced"
+        return (
+            f"MarkovHead(vocab_size={self.vocab_size}, draft_vocab={self.draft_vocab}{mapped}, "
+            f"rank={self.rank}, dtype={self.dtype}, device={self.device})"
+        )
+
+
+def _dequantized(w1: Tensor, w2: Tensor, w2_scale: Tensor | None) -> Tensor:
+    fp8 = w2.dtype == torch.float8_e4m3fn
+    if fp8 != (w2_scale is not None):
+        raise ArgumentError(
+            "w2_scale" if fp8 else "w2",
+            "row scales [w2_rows] beside fp8 e4m3 weights"
+            if fp8
+            else "fp8 e4m3 weights where w2_scale is given",
+            "None" if fp8 else str(w2.dtype),
+        )
+    if w2_scale is None:
+        return w2
+    if w2_scale.numel() != w2.shape[0] or w2_scale.shape[0] != w2.shape[0]:
+        raise ArgumentError("w2_scale", f"shape [{w2.shape[0]}]", str(list(w2_scale.shape)))
+    return (w2.float() * w2_scale.float().reshape(-1, 1)).to(w1.dtype)
+
+
+def _check_weights(w1: Tensor, w2: Tensor) -> None:
+    for name, w in (("w1", w1), ("w2", w2)):
+        if w.dtype not in WEIGHT_DTYPES:
+            raise ArgumentError(
+                name,
+                "fp32, bf16 or fp16 (w2 also fp8 e4m3 with w2_scale)",
+                str(w.dtype),
+                "dequantize packed weights first",
+            )
+        if w.dim() != 2 or 0 in w.shape:
+            raise ArgumentError(name, "two dimensions [rows, rank], none empty", str(list(w.shape)))
+        if not w.is_contiguous():
+            raise ArgumentError(
+                name, "contiguous rows", f"strides {w.stride()}", "call .contiguous() once at load"
+            )
+    if w1.shape[1] != w2.shape[1]:
+        raise ArgumentError("w2", f"rank {w1.shape[1]} as w1", f"rank {w2.shape[1]}")
+    if w1.dtype != w2.dtype:
+        raise ArgumentError("w2", f"w1's dtype {w1.dtype}", str(w2.dtype), "convert one of them")
+    if w1.device != w2.device:
+        raise ArgumentError("w2", f"w1's device {w1.device}", str(w2.device))
+
+
+def _target_ids(
+    id_map: Tensor | None, d2t: Tensor | None, w2: Tensor, vocab_size: int
+) -> Tensor | None:
+    if id_map is not None and d2t is not None:
+        raise ArgumentError("d2t", "None where id_map is given", "both", "give one of the two")
+    name, given = ("d2t", d2t) if id_map is None else ("id_map", id_map)
+    if given is None:
+        return None
+    if given.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(name, "int32 or int64", str(given.dtype))
+    if given.dim() != 1 or not 1 <= given.shape[0] <= w2.shape[0]:
+        raise ArgumentError(
+            name, f"shape [n], 1 <= n <= {w2.shape[0]} (the rows of w2)", str(list(given.shape))
+        )
+    ids = given.to(device=w2.device, dtype=torch.int64)
+    if id_map is None:
+        ids = ids + torch.arange(ids.shape[0], device=ids.device)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ArgumentError(
+            name,
+            f"target ids in [0, {vocab_size})",
+            f"ids from {low} to {high}",
+            "d2t holds offsets, id_map target ids: check which one this is",
+        )
+    if ids.unique().numel() != ids.numel():
+        raise ArgumentError(
+            name,
+            "distinct target ids",
+            "repeated ids",
+            "d2t holds offsets, id_map target ids: check which one this is",
+        )
+    return ids

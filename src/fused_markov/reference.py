@@ -1,0 +1,102 @@
+"""The sequential loop that every engine must equal: plain PyTorch, never optimised.
+
+The order of operations is that of vLLM 0.33's ``DSparkSpeculator._sample_sequential`` with its
+``gumbel_sample``; what that loop leaves to chance (NaN, padding, ties through an id map) is settled
+here as the library's contract says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_markov import noise
+from fused_markov.batch import (
+    PADDING_TOKEN,
+    DraftBatch,
+    DraftResult,
+    cache_is_target_wide,
+    check_inputs,
+    logits_dtype,
+)
+from fused_markov.head import MarkovHead
+
+
+def sample(
+    head: MarkovHead,
+    batch: DraftBatch,
+    logits_cache: Tensor | None = None,
+    tokens: Tensor | None = None,
+    *,
+    noise_dtype: torch.dtype = torch.float32,
+) -> DraftResult:
+    """Draft S tokens a row, left to right.
+
+    Args:
+        head: the Markov head.
+        batch: one decode step's inputs.
+        logits_cache: ``[N, >=S, vocab]``, filled at ``[slot, step]`` with the logits that were
+            sampled from, before temperature, as the rejection sampler wants them. ``vocab`` counts
+            target ids, or candidates where it equals a reduced draft vocabulary. Columns that no
+            candidate maps to get -inf.
+        tokens: ``[R, S]`` int32/int64 to fill; a new int64 tensor otherwise.
+        noise_dtype: float32 or float64 Gumbel noise.
+
+    Raises:
+        ArgumentError: where the inputs do not fit together.
+    """
+    check_inputs(head, batch, logits_cache, tokens)
+    rows, steps, device = batch.rows, batch.steps, head.device
+    if tokens is None:
+        tokens = torch.empty(rows, steps, dtype=torch.int64, device=device)
+    nonfinite = torch.zeros(rows, steps, dtype=torch.bool, device=device)
+    slots = batch.slot_matrix()
+    ids = head.target_ids(torch.arange(head.draft_vocab, device=device))
+    prev = batch.anchors.to(torch.int64).clamp(0, head.vocab_size - 1)
+    for step in range(steps):
+        live = slots[:, step] >= 0
+        slot = slots[:, step].clamp_min(0)
+        base = batch.base_logits[:, step, : head.draft_vocab]
+        logits = (base + head.bias(prev)).to(logits_dtype(head, batch, logits_cache))
+        if logits_cache is not None:
+            _store(head, logits_cache, logits[live], slot[live], step)
+        scores = logits.to(noise_dtype)
+        if batch.temperature is not None and batch.seeds is not None:
+            temp = torch.where(live, batch.temperature[slot].float(), 0.0).unsqueeze(1)
+            tempered = (logits.float() / torch.where(temp == 0, 1.0, temp)).to(noise_dtype)
+            g = noise.gumbel(
+                batch.seeds[slot].unsqueeze(1),
+                step,
+                batch.positions[:, step].unsqueeze(1),
+                ids,
+                noise_dtype,
+            )
+            scores = torch.where(temp == 0, scores, tempered + g)
+        prev, finite = pick(scores, ids)
+        prev = torch.where(live, prev, PADDING_TOKEN)
+        tokens[:, step] = prev.to(tokens.dtype)
+        nonfinite[:, step] = live & ~finite
+    passes = torch.tensor(steps, device=device)
+    return DraftResult(tokens, nonfinite, "reference", passes)
+
+
+def pick(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest target id among each row's best scores, and whether that score is finite.
+
+    NaN counts as -inf. ``scores`` ``[R, V]``, ``ids`` ``[V]`` -> ``[R]`` int64, ``[R]`` bool.
+    """
+    scores = torch.where(scores.isnan(), -torch.inf, scores)
+    best = scores.amax(dim=1, keepdim=True)
+    tied = torch.where(scores == best, ids, torch.iinfo(torch.int64).max)
+    return tied.amin(dim=1), best.squeeze(1).isfinite()
+
+
+def _store(head: MarkovHead, cache: Tensor, logits: Tensor, slot: Tensor, step: int) -> None:
+    """Write rows of logits to ``cache[slot, step]``; -inf where no candidate stands."""
+    row = torch.full((logits.shape[0], cache.shape[2]), -torch.inf, dtype=cache.dtype)
+    row = row.to(cache.device)
+    if head.id_map is not None and cache_is_target_wide(head, cache.shape[2]):
+        row[:, head.id_map] = logits
+    else:
+        row[:, : head.draft_vocab] = logits
+    cache[slot, step] = row

@@ -1,0 +1,118 @@
+"""`DraftSampler`: plans once, owns the engines' scratch, chooses an engine and explains the choice."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from fused_markov import noise
+from fused_markov.batch import DraftBatch, DraftResult, check_inputs
+from fused_markov.engines import Engine, Plan, engine_types
+from fused_markov.errors import ArgumentError, EngineUnavailableError
+from fused_markov.head import MarkovHead
+
+logger = logging.getLogger("fused_markov")
+
+
+class DraftSampler:
+    """Samples DSpark drafts with a Markov head.
+
+    Args:
+        head: the Markov head; its device is the sampler's.
+        max_rows: most rows R a batch may have; scratch is laid out for it.
+        steps: draft steps S of every batch.
+        engine: an engine's name, or ``"auto"``: the fastest that can run here.
+        noise_dtype: float32 or float64 Gumbel noise (vLLM's ``use_fp64_gumbel``).
+
+    Raises:
+        ArgumentError: for a bad size or dtype.
+        EngineUnavailableError: where the engine asked for cannot run, with the reason.
+
+    Example:
+        >>> import torch, fused_markov as fm
+        >>> head = fm.MarkovHead(torch.randn(50, 8), torch.randn(50, 8))
+        >>> sampler = fm.DraftSampler(head, max_rows=2, steps=3)
+        >>> batch = fm.DraftBatch(torch.randn(2, 3, 50), torch.tensor([1, 2]),
+        ...                       torch.tensor([[7, 8, 9], [4, 5, 6]]))
+        >>> sampler.sample(batch).tokens.shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        head: MarkovHead,
+        *,
+        max_rows: int = 64,
+        steps: int,
+        engine: str = "auto",
+        noise_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        for name, value in (("max_rows", max_rows), ("steps", steps)):
+            if value < 1:
+                raise ArgumentError(name, "a number above 0", str(value))
+        if noise_dtype not in noise.NOISE_DTYPES:
+            raise ArgumentError("noise_dtype", "torch.float32 or torch.float64", str(noise_dtype))
+        self.head = head
+        self.plan = Plan(max_rows, steps, noise_dtype)
+        types = engine_types()
+        self._reasons = {name: t.why_not(head, self.plan) for name, t in types.items()}
+        usable = [name for name, reason in self._reasons.items() if reason is None]
+        if engine == "auto":
+            chosen = usable[0]
+        elif engine in usable:
+            chosen = engine
+        else:
+            reason = self._reasons.get(engine) or "there is no engine of that name"
+            raise EngineUnavailableError(engine, reason, usable)
+        self._engine: Engine = types[chosen](head, self.plan)
+        logger.info("%s", self.explain())
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that `sample` runs."""
+        return self._engine.name
+
+    def sample(
+        self,
+        batch: DraftBatch,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> DraftResult:
+        """Draft S tokens a row: what `fused_markov.reference.sample` gives for the same inputs.
+
+        Args:
+            batch: R <= max_rows rows of S steps.
+            logits_cache: ``[N, >=S, vocab]`` to fill, or ``None`` where nobody reads the logits.
+            tokens: ``[R, S]`` int32/int64 to fill, or ``None`` for a new tensor.
+
+        Raises:
+            ArgumentError: where the inputs do not fit the head, the plan or each other.
+        """
+        check_inputs(self.head, batch, logits_cache, tokens)
+        if batch.steps != self.plan.steps:
+            raise ArgumentError(
+                "base_logits", f"{self.plan.steps} draft steps as planned", f"{batch.steps}"
+            )
+        if batch.rows > self.plan.max_rows:
+            raise ArgumentError(
+                "base_logits",
+                f"at most {self.plan.max_rows} rows as planned",
+                f"{batch.rows}",
+                "build the sampler with a larger max_rows",
+            )
+        return self._engine.sample(batch, logits_cache, tokens)
+
+    def warmup(self) -> None:
+        """Compile and allocate all that the plan can need; call it before capturing a graph."""
+        self._engine.warmup()
+
+    def explain(self) -> str:
+        """Which engine runs, and why the ones preferred to it do not."""
+        lines = [f"fused-markov: engine {self.engine!r} for {self.head}, {self.plan}"]
+        for name, reason in self._reasons.items():
+            if name == self.engine:
+                break
+            lines.append(f"  not {name}: {reason or 'another engine was asked for'}")
+        return "\n".join(lines)
