@@ -1,4 +1,4 @@
-"""The DSpark Markov head: bias = W2 · W1[previous token], and which token each row of W2 stands for."""
+"""The DSpark Markov head: bias = W2 · W1[previous token], and the token each row of W2 means."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _target_ids(
             f"ids from {low} to {high}",
             "d2t holds offsets, id_map target ids: check which one this is",
         )
-    if ids.unique().numel() != ids.numel():
+    if bool((ids.bincount() > 1).any()):
         raise ArgumentError(
             name,
             "distinct target ids",

@@ -1,9 +1,10 @@
-"""The noise stream of vLLM 0.33's draft sampler, in plain PyTorch (``v1/worker/gpu/sample/gumbel.py``).
+"""The noise stream of vLLM 0.33's draft sampler (``v1/worker/gpu/sample/gumbel.py``), in PyTorch.
 
 A token's noise depends only on (request seed, draft step, position, target id). murmur3 mixes the
-32-bit words of ``seed ^ (step << 32)``, of ``position - 1 + 2**30`` (the salt keeps drafts apart from
-the target's own draws) and of the id; the hash becomes a uniform at its midpoint, and the uniform a
-Gumbel variable whose large values, which decide an argmax, come from u -> 0, where floats are dense.
+32-bit words of ``seed ^ (step << 32)``, of ``position - 1 + 2**30`` (the salt keeps drafts apart
+from the target's own draws) and of the id; the hash becomes a uniform at its midpoint, and the
+uniform a Gumbel variable whose large values, which decide an argmax, come from u -> 0, where floats
+are dense.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def hash32(state: Tensor, token: Tensor) -> Tensor:
 
 
 def uniform32(h: Tensor) -> Tensor:
-    """fp32 ``(h + 0.5) / 2**32``, correctly rounded: both halves are exact, their sum rounds once."""
+    """fp32 ``(h + 0.5) / 2**32``, rounded once: both halves are exact."""
     high = (h >> 16).to(torch.float32) * 2.0**-16
     return high + ((h & 0xFFFF).to(torch.float32) + 0.5) * 2.0**-32
 

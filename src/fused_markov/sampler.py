@@ -1,4 +1,4 @@
-"""`DraftSampler`: plans once, owns the engines' scratch, chooses an engine and explains the choice."""
+"""`DraftSampler`: plans once, owns the scratch, chooses an engine and explains the choice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engines, and the one interface through which the sampler drives them.
 
-An engine computes what `fused_markov.reference.sample` computes. It states in `why_not` what keeps it
-from a plan; the sampler logs that reason, and never falls back without one.
+An engine computes what `fused_markov.reference.sample` computes. It states in `why_not` what keeps
+it from a plan; the sampler logs that reason, and never falls back without one.
 """
 
 from __future__ import annotations
