@@ -176,7 +176,7 @@ def draw(vocab: int, dtype: torch.dtype, fp64: bool, drafting: bool) -> dict[str
 def draws() -> dict[str, Any]:
     """Draws over vocabularies, dtypes and both noise widths.
 
-    Triton's interpreter miscomputes bf16 arithmetic, but these kernels load bf16 and compute in fp32.
+    Triton's interpreter miscomputes bf16 arithmetic; these kernels load bf16 and compute in fp32.
     """
     cases = [
         draw(vocab, dtype, fp64, drafting)
