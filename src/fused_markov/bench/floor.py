@@ -1,0 +1,34 @@
+"""The least that a decode step can cost: the bytes it must move."""
+
+from __future__ import annotations
+
+import torch
+
+from fused_markov.problems import Problem
+
+# What plain reads and writes of this machine reach, measured with the sizes of a draft head.
+COPY_BYTES = 1 << 28
+
+
+def floor_bytes(problem: Problem, *, cached: bool) -> int:
+    """Bytes of W2 once, the base once and the cache once."""
+    head, batch = problem.head, problem.batch
+    total = head.draft_vocab * head.rank * head.w2.element_size()
+    total += batch.rows * batch.steps * head.draft_vocab * batch.base_logits.element_size()
+    if cached:
+        width = problem.cache_width
+        total += batch.rows * batch.steps * width * problem.cache_dtype.itemsize
+    return total
+
+
+def bytes_a_us(device: str) -> float:
+    """Bytes a microsecond that a copy moves on ``device`` (read and write counted)."""
+    from fused_markov.bench.timing import time_on_cpu, time_on_gpu
+
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    if device == "cpu":
+        timing = time_on_cpu({"copy": lambda: target.copy_(source)}, seconds=0.5)["copy"]
+    else:
+        timing = time_on_gpu([lambda: target.copy_(source)])
+    return 2 * COPY_BYTES / timing.best_us

@@ -1,0 +1,121 @@
+"""``fused-markov bench``: the loop against the engines, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fused_markov.bench import table as benchmark
+from fused_markov.errors import ArgumentError
+
+CPU_ROWS = "1,4,16,64"
+GPU_ROWS = "1,2,4,8,16,32,64,128,256"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def bench(
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; default: cuda where there is one.")
+    ] = "",
+    rows: Annotated[str, typer.Option(help="Rows R, with commas.")] = "",
+    temperatures: Annotated[
+        str, typer.Option(help="With commas; 'greedy': no temperatures, no cache.")
+    ] = "0,0.6,1,greedy",
+    vocab: Annotated[int, typer.Option(help="Vocabulary V.")] = 129280,
+    rank: Annotated[int, typer.Option(help="Rank r of the head.")] = 256,
+    steps: Annotated[int, typer.Option(help="Draft steps S.")] = 5,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    engines: Annotated[str, typer.Option(help="With commas; default: all that can run.")] = "",
+    seconds: Annotated[float, typer.Option(help="Time a line on the CPU, at least 3 runs.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Image file to draw the result into.")] = None,
+) -> None:
+    """Time the reference loop and every engine here; each is checked before it is timed.
+
+    Exits with 1, and gives no time for it, where an engine is not equal to the loop. On a GPU the
+    times are of CUDA-graph replays over rotated weights (cold L2), less an empty replay.
+    """
+    if dtype not in DTYPES:
+        raise ArgumentError("--dtype", f"one of {list(DTYPES)}", repr(dtype))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    spec = benchmark.Spec(
+        rows=_numbers("--rows", rows or (CPU_ROWS if device == "cpu" else GPU_ROWS)),
+        temperatures=_temperatures(temperatures),
+        steps=steps,
+        vocab=vocab,
+        rank=rank,
+        dtype=DTYPES[dtype],
+        device=device,
+        engines=tuple(name for name in engines.split(",") if name),
+        seconds=seconds,
+    )
+    console = Console(stderr=as_json)
+    lines = []
+    with console.status("measuring ..."):
+        for line in benchmark.run(spec):
+            lines.append(line)
+            console.print(_summary(line), highlight=False)
+    if as_json:
+        print(json.dumps({"torch": torch.__version__, "lines": lines}, indent=2))
+    else:
+        console.print(_table(lines, spec))
+    if plot is not None:
+        from fused_markov.bench.plot import plot as draw
+
+        draw(lines, plot)
+    if not all(engine["ok"] for line in lines for engine in line["engines"].values()):
+        raise typer.Exit(1)
+
+
+def _table(lines: list[dict[str, Any]], spec: benchmark.Spec) -> Table:
+    shape = f"V={spec.vocab} r={spec.rank} S={spec.steps}, {spec.device}"
+    table = Table("R", "T", "engine", "median µs", "best µs", "passes", "speed-up", title=shape)
+    table.add_column("floor MB")
+    table.add_column("floor µs")
+    for line in lines:
+        floor = (f"{line['floor_bytes'] / 1e6:.0f}", f"{line['floor_us']:.0f}")
+        for name, e in sorted(line["engines"].items(), key=lambda item: item[0] != benchmark.LOOP):
+            head = (str(line["rows"]), line["temperature"], name)
+            if not e["ok"]:
+                table.add_row(*head, "[red]wrong[/red]", "", "", "", *floor)
+                continue
+            times = (f"{e['median_us']:.0f}", f"{e['best_us']:.0f}", str(e["passes"]))
+            gain = "" if name == benchmark.LOOP else f"{e['speed_up']:.2f}x"
+            table.add_row(*head, *times, gain, *floor)
+    return table
+
+
+def _summary(line: dict[str, Any]) -> str:
+    """One line as it is measured; what went wrong is shown here in full."""
+    parts = [f"R={line['rows']} T={line['temperature']}:"]
+    for name, e in line["engines"].items():
+        parts.append(f"{name} {e['median_us']:.0f} µs" if e["ok"] else f"{name}: {e['problem']}")
+    return "  ".join(parts)
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1:
+        raise ArgumentError(name, "whole numbers above 0, with commas", repr(text))
+    return values
+
+
+def _temperatures(text: str) -> tuple[str, ...]:
+    values = tuple(text.split(","))
+    for value in values:
+        try:
+            good = value == benchmark.NO_CACHE or float(value) >= 0
+        except ValueError:
+            good = False
+        if not good:
+            raise ArgumentError("--temperatures", "numbers from 0 or 'greedy'", repr(value))
+    return values

@@ -1,0 +1,5 @@
+"""``fused-markov generate``."""
+
+
+def generate() -> None:
+    """Placeholder."""
