@@ -1,0 +1,1 @@
+"""Serving engines that can draft with this library."""

@@ -1,0 +1,288 @@
+"""One decode step of vLLM's DSpark speculator, drafted by a `DraftSampler`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_markov import noise
+from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.errors import FusedMarkovError
+from fused_markov.head import MarkovHead
+from fused_markov.integrations.vllm_counters import Counters
+from fused_markov.integrations.vllm_versions import VllmVersion
+from fused_markov.sampler import DraftSampler
+
+
+class VllmDrafter:
+    """A speculator's drafter: its head as a `MarkovHead`, a sampler, and what is left to vLLM.
+
+    Built when the draft model has been loaded, before vLLM profiles memory and captures graphs, so
+    that the sampler's scratch is counted and its kernels are compiled. It keeps no copy of any
+    weight or buffer of vLLM's.
+    """
+
+    def __init__(
+        self, speculator: Any, model: Any, version: VllmVersion, logger: logging.Logger
+    ) -> None:
+        self.version, self.model = version, model
+        self.head = read_head(model)
+        self.counters = Counters(logger, self.head.device)
+        self.sampler = DraftSampler(
+            self.head,
+            max_rows=speculator.max_num_reqs,
+            steps=speculator.num_speculative_steps,
+            noise_dtype=torch.float64 if speculator.use_fp64_gumbel else torch.float32,
+        )
+        self.sampler.warmup()
+
+    @classmethod
+    def for_speculator(
+        cls, speculator: Any, model: Any, version: VllmVersion, logger: logging.Logger
+    ) -> VllmDrafter | None:
+        """A drafter, or None with the reason logged where this draft model cannot have one."""
+        reason = why_not_model(model) or why_not_speculator(speculator, model, version)
+        if reason is None:
+            try:
+                drafter = cls(speculator, model, version, logger)
+            except Exception as error:  # Whatever it is, the server has to start without us.
+                reason = f"{type(error).__name__}: {error}"
+                logger.debug("building the drafter failed", exc_info=True)
+            else:
+                logger.info(
+                    "fused-markov drafts for %s: %d steps, vocabulary %d, rank %d, up to %d "
+                    "requests, %s drafts; %s",
+                    type(model).__name__,
+                    speculator.num_speculative_steps,
+                    drafter.head.draft_vocab,
+                    drafter.head.rank,
+                    speculator.max_num_reqs,
+                    "greedy" if speculator.draft_logits is None else "probabilistic",
+                    drafter.sampler.explain(),
+                )
+                return drafter
+        logger.warning("fused-markov leaves %s to vLLM: %s", type(model).__name__, reason)
+        return None
+
+    def sample(self, speculator: Any, num_reqs: int, head_hidden: Tensor) -> bool:
+        """Draft one step into ``speculator.draft_tokens`` and its draft logits cache.
+
+        Returns False where vLLM's own loop has to run, having written nothing. If the base logits
+        have been computed by then, that loop gets them instead of computing them again.
+        """
+        _take_back(self.model)
+        reason = why_not_step(speculator, num_reqs) or self._moved()
+        if reason is not None:
+            self.counters.left(reason)
+            return False
+        steps = speculator.num_speculative_steps
+        hidden = head_hidden[speculator.sample_indices[: num_reqs * steps]]
+        base = self.model.compute_draft_logits(hidden)
+        batch = self._batch(speculator, num_reqs, base.view(num_reqs, steps, -1))
+        reason = self._why_not_base(speculator, batch)
+        if reason is None:
+            try:
+                result = self._draft(speculator, batch)
+            except FusedMarkovError as error:
+                reason = str(error)
+            else:
+                if self.version.confidence and getattr(speculator, self.version.confidence):
+                    self._confidence(speculator, batch, hidden)
+                self.counters.took(result)
+                return True
+        _hand_over(self.model, base)
+        self.counters.left(reason)
+        return False
+
+    def _batch(self, speculator: Any, num_reqs: int, base: Tensor) -> DraftBatch:
+        """The speculator's buffers as a batch; every tensor of it is a view."""
+        steps = speculator.num_speculative_steps
+        stride = speculator.num_query_per_req
+        samples = slice(0, num_reqs * steps)
+        probabilistic = speculator.draft_logits is not None
+        return DraftBatch(
+            base,
+            # The input id at query offset 0, as speculator._anchor_idx has it.
+            anchors=speculator.input_buffers.input_ids[: num_reqs * stride : stride],
+            positions=speculator.sample_pos[samples].view(num_reqs, steps),
+            temperature=speculator.temperature if probabilistic else None,
+            seeds=speculator.seeds if probabilistic else None,
+            slots=speculator.sample_idx_mapping[samples].view(num_reqs, steps),
+        )
+
+    def _draft(self, speculator: Any, batch: DraftBatch) -> DraftResult:
+        """Sample; where vLLM estimates acceptance from the logits, give it those."""
+        tokens = speculator.draft_tokens[: batch.rows]
+        cache = speculator.draft_logits
+        if _estimator(speculator) is None:
+            return self.sampler.sample(batch, cache, tokens)
+        if cache is not None:
+            result = self.sampler.sample(batch, cache, tokens)
+            self._estimate(speculator, batch, self._cached(batch, cache))
+            return result
+        # Greedy drafts have no cache, so the logits go to one of this step's rows.
+        logits = torch.empty(
+            batch.rows,
+            batch.steps,
+            self.head.draft_vocab,
+            dtype=self._result_dtype(batch),
+            device=batch.base_logits.device,
+        )
+        result = self.sampler.sample(_own_rows(batch), logits, tokens)
+        self._estimate(speculator, batch, logits)
+        return result
+
+    def _cached(self, batch: DraftBatch, cache: Tensor) -> Tensor:
+        """The logits [R, S, V] that a step has cached; rows of padding hold anything."""
+        slots = batch.slot_matrix().clamp_min(0)
+        steps = torch.arange(batch.steps, device=cache.device)
+        logits = cache[slots, steps]
+        return logits if self.head.id_map is None else logits[..., self.head.id_map]
+
+    def _estimate(self, speculator: Any, batch: DraftBatch, logits: Tensor) -> None:
+        """vLLM's acceptance estimate, all steps in one call as its parallel drafters make it."""
+        samples = batch.rows * batch.steps
+        speculator._maybe_predict_acceptance(
+            logits.flatten(0, 1),
+            speculator.sample_idx_mapping[:samples],
+            speculator.sample_col[:samples],
+        )
+
+    def _confidence(self, speculator: Any, batch: DraftBatch, hidden: Tensor) -> None:
+        """The confidence head on each step's hidden state and its previous token's embedding."""
+        tokens = speculator.draft_tokens[: batch.rows]
+        prev = torch.cat([batch.anchors.unsqueeze(1).to(tokens.dtype), tokens[:, :-1]], dim=1)
+        embeds = self.model.markov_embed(prev.flatten())
+        confidence = self.model.compute_confidence(hidden, embeds)
+        speculator.draft_token_confidence_probs[: batch.rows] = confidence.view_as(tokens)
+
+    def _result_dtype(self, batch: DraftBatch) -> torch.dtype:
+        return torch.promote_types(batch.base_logits.dtype, self.head.dtype)
+
+    def _why_not_base(self, speculator: Any, batch: DraftBatch) -> str | None:
+        """Why base logits of this kind are vLLM's to sample from, or None."""
+        width = batch.base_logits.shape[-1]
+        if width != self.head.draft_vocab:
+            return f"base logits {width} wide for {self.head.draft_vocab} candidates"
+        cache = speculator.draft_logits
+        dtype = self._result_dtype(batch)
+        # Without a scatter buffer vLLM samples from the logits as they were before the cache.
+        if cache is not None and self.head.id_map is None and cache.dtype != dtype:
+            return f"{dtype} logits beside a {cache.dtype} cache"
+        if cache is not None and cache.dtype != dtype and _estimator(speculator) is not None:
+            return f"the acceptance estimator on {dtype} logits beside a {cache.dtype} cache"
+        return None
+
+    def _moved(self) -> str | None:
+        """Weights that vLLM replaced after loading (a reload, for one) are no longer the head's."""
+        weights = self.model.model.markov_head
+        same = weights.markov_w1.weight.data_ptr() == self.head.w1.data_ptr()
+        if same and weights.markov_w2.weight.data_ptr() == self.head.w2.data_ptr():
+            return None
+        return "the Markov weights were replaced after loading"
+
+
+def read_head(model: Any) -> MarkovHead:
+    """The `MarkovHead` over a draft model's own weights."""
+    weights = model.model.markov_head
+    processor = model.logits_processor
+    width = processor.org_vocab_size
+    d2t = getattr(model, "draft_id_to_target_id", None)
+    return MarkovHead(
+        weights.markov_w1.weight.data,
+        weights.markov_w2.weight.data,
+        d2t=None if d2t is None else d2t.data[:width],
+        scale=processor.scale,
+        soft_cap=processor.soft_cap,
+        vocab_size=width if d2t is None else _target_vocab(weights.markov_w1),
+    )
+
+
+def why_not_model(model: Any) -> str | None:
+    """Why a draft model's head is not one that the library samples, or None."""
+    weights = getattr(getattr(model, "model", None), "markov_head", None)
+    processor = getattr(model, "logits_processor", None)
+    if weights is None or processor is None:
+        return "no Markov head (model.markov_head) or logits processor"
+    if hasattr(model, "apply_output_logit_transform"):
+        return "an output logit transform"
+    w1, w2 = weights.markov_w1, weights.markov_w2
+    method = type(getattr(w2, "quant_method", None)).__name__
+    if method not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
+        return f"a quantized Markov head ({method})"
+    head_dtype = getattr(processor, "head_dtype", None)
+    if head_dtype is not None and head_dtype != w2.weight.dtype:
+        return f"a {head_dtype} projection of {w2.weight.dtype} Markov weights"
+    if getattr(w2, "tp_size", 1) > 1:
+        return "a Markov head sharded over tensor parallel ranks"
+    width = processor.org_vocab_size
+    if getattr(model, "draft_id_to_target_id", None) is None and _target_vocab(w1) != width:
+        return f"{width} candidates for {_target_vocab(w1)} tokens without an id map"
+    return None
+
+
+def why_not_speculator(speculator: Any, model: Any, version: VllmVersion) -> str | None:
+    """Why a speculator's whole way of drafting is left to vLLM, or None."""
+    if getattr(speculator, "_draft_topk", None) is not None:
+        return "drafts from the base logits' top candidates (dspark_draft_topk)"
+    steps, stride = speculator.num_speculative_steps, speculator.num_query_per_req
+    anchors = torch.arange(speculator.max_num_reqs) * stride
+    if not torch.equal(speculator._anchor_idx.cpu(), anchors):
+        return f"anchors not at every {stride}th query"
+    if stride < steps:
+        return f"{stride} queries a request for {steps} draft steps"
+    if speculator.draft_logits is None:
+        return None
+    if version.cache != "logits":
+        return f"vLLM {version.series} caches tempered logits; greedy drafts are covered"
+    if version.stream != noise.STREAM:
+        return f"noise stream {version.stream} of vLLM {version.series}; greedy drafts are covered"
+    return None
+
+
+def why_not_step(speculator: Any, num_reqs: int) -> str | None:
+    """Why this decode step is left to vLLM, or None."""
+    if num_reqs < 1:
+        return "no requests"
+    if getattr(speculator, "draft_watermarker", None) is not None:
+        return "a draft watermarker"
+    return None
+
+
+def _estimator(speculator: Any) -> Any:
+    """vLLM's online acceptance estimator where it is on (0.30 and later), or None."""
+    return getattr(speculator, "acceptance_estimator", None)
+
+
+def _target_vocab(w1: Any) -> int:
+    """Tokens of the Markov embedding: nn.Embedding, or vLLM's with padded rows."""
+    return int(getattr(w1, "org_vocab_size", None) or w1.num_embeddings)
+
+
+def _own_rows(batch: DraftBatch) -> DraftBatch:
+    """The batch with each live row its own slot."""
+    assert batch.slots is not None
+    rows = torch.arange(batch.rows, device=batch.slots.device).unsqueeze(1)
+    return DraftBatch(
+        batch.base_logits,
+        batch.anchors,
+        batch.positions,
+        slots=torch.where(batch.slots >= 0, rows, -1),
+    )
+
+
+def _hand_over(model: Any, base: Tensor) -> None:
+    """Let the next ``compute_draft_logits`` of a draft model return ``base``, once."""
+
+    def compute_draft_logits(hidden: Tensor) -> Tensor:
+        _take_back(model)
+        return base
+
+    model.__dict__["compute_draft_logits"] = compute_draft_logits
+
+
+def _take_back(model: Any) -> None:
+    model.__dict__.pop("compute_draft_logits", None)

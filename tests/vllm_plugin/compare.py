@@ -1,0 +1,141 @@
+"""One decode step through a vLLM's own _sample_sequential, without and with the plugin.
+
+    TRITON_INTERPRET=1 python compare.py PATH_OF_VLLM_PACKAGE VERSION     files alone, with stubs
+    TRITON_INTERPRET=1 python compare.py installed                        the vLLM of this Python
+
+Prints one JSON line: for every case whether the plugin drafted it or left it (and why), and what
+differed. The exit status is 1 if anything did.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import stubs
+import tiny
+
+from fused_markov.integrations import vllm as plugin
+
+SEEDS = (0, 1)
+
+
+def speculator_module(arguments: list[str]) -> Any:
+    """The speculator's module, imported after the plugin has registered."""
+    if arguments == ["installed"]:
+        import vllm.plugins
+
+        vllm.plugins.load_general_plugins()
+        assert plugin._registered, "vLLM's loader did not call register()"
+        return importlib.import_module(stubs.SPECULATOR)
+    package, version = arguments
+    stubs.install(version)
+    plugin.register()
+    gumbel = stubs.load(Path(package), stubs.GUMBEL)
+    assert gumbel is not None
+    return stubs.load(Path(package), stubs.SPECULATOR)
+
+
+def load_estimator(arguments: list[str]) -> Any:
+    """OnlineAcceptanceEstimator of this vLLM, or None where it has none."""
+    if arguments == ["installed"]:
+        return importlib.import_module(stubs.ESTIMATOR).OnlineAcceptanceEstimator
+    path = Path(arguments[0]) / "v1/worker/gpu/spec_decode"
+    if not (path / "acceptance_estimator.py").exists():
+        return None
+    source = (path / "rejection_sampler_utils.py").read_text()
+    function = source[source.index("@triton.jit\ndef _compute_max_and_sumexp") :]
+    function = function[: function.index("\n@triton.jit", 20)]
+    utils: Any = sys.modules["vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"]
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "max_sumexp.py"
+        file.write_text("import triton\nimport triton.language as tl\n\n\n" + function)
+        sys.path.insert(0, folder)
+        utils._compute_max_and_sumexp = importlib.import_module("max_sumexp")._compute_max_and_sumexp
+        sys.path.remove(folder)
+    return stubs.load(Path(arguments[0]), stubs.ESTIMATOR).OnlineAcceptanceEstimator
+
+
+def run(
+    module: Any, estimator: Any, case: tiny.Case, seed: int, plugged: bool
+) -> tuple[dict[str, Any], Any]:
+    """Draft one step; the outputs and the speculator."""
+    spec = tiny.make_speculator(module.DSparkSpeculator, case, seed)
+    model = tiny.make_model(case, seed)
+    module.load_dspark_model = lambda target, config: model
+    spec.vllm_config = None
+    spec.model = spec.load_draft_model(None, set())
+    if not plugged:
+        setattr(spec, plugin.DRAFTER, None)
+    if case.estimator:
+        spec.acceptance_estimator = estimator(tiny.SLOTS, tiny.STEPS, spec.device)
+    with torch.inference_mode():
+        spec._sample_sequential(case.rows, tiny.make_hidden(case, seed))
+    assert model.computed == 1, f"base logits computed {model.computed} times"
+    return tiny.outputs(spec, case), spec
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Outputs that are not equal to the bit, the estimator's floats excepted (their sums differ)."""
+    found = []
+    for name, expected in theirs.items():
+        got = ours[name]
+        close = name in ("features", "predictions") or (name == "confidence")
+        same = torch.allclose(got, expected, atol=1e-5) if close else torch.equal(got, expected)
+        if not same:
+            where = (got != expected).nonzero()[0].tolist()
+            found.append(f"{name}{where}: {got[tuple(where)]} instead of {expected[tuple(where)]}")
+    return found
+
+
+def compare(module: Any, estimator: Any, case: tiny.Case) -> dict[str, Any]:
+    """A case without and with the plugin."""
+    found: list[str] = []
+    drafted, reasons = 0, []
+    for seed in SEEDS:
+        theirs, _ = run(module, estimator, case, seed, plugged=False)
+        ours, spec = run(module, estimator, case, seed, plugged=True)
+        drafter = getattr(spec, plugin.DRAFTER)
+        if drafter is None:
+            reasons.append("no drafter")
+        else:
+            drafted += drafter.counters.decided[""]
+            reasons += [reason for reason in drafter.counters.decided if reason]
+        found += [f"seed {seed}: {text}" for text in differences(ours, theirs)]
+    return {"drafted": drafted == len(SEEDS), "left": sorted(set(reasons)), "different": found}
+
+
+def main(arguments: list[str]) -> int:
+    module = speculator_module(arguments)
+    assert hasattr(module.DSparkSpeculator.load_draft_model, "_fused_markov"), "not installed"
+    estimator = load_estimator(arguments)
+    version = plugin.vllm_versions.lookup(plugin.vllm_version() or "")
+    assert version is not None
+    results = {}
+    for case in [*tiny.CASES, *tiny.LEFT.values()]:
+        if case.confidence and version.confidence is None:
+            continue
+        if case.topk and not hasattr(module.DSparkSpeculator, "_sample_sequential_topk"):
+            continue
+        if case.estimator and estimator is None:
+            continue
+        if case.watermarker and estimator is None:
+            continue
+        results[case.name] = compare(module, estimator, case)
+    print(json.dumps({"version": plugin.vllm_version(), "cases": results}))
+    return int(any(result["different"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
