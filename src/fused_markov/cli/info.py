@@ -36,7 +36,7 @@ def info(
     table.add_row("python", facts["python"])
     for name, value in facts["packages"].items():
         table.add_row(name, value or "[dim]not installed[/dim]")
-    table.add_row("vLLM integration", facts["vllm"])
+    table.add_row("vLLM plugin", facts["vllm"])
     for device in facts["devices"]:
         table.add_row(device["name"], device["description"])
     console.print(table)
@@ -83,15 +83,12 @@ def engine_reasons(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str
 
 
 def vllm_coverage() -> str:
-    """Whether the installed vLLM is one that the integration covers."""
-    installed = _version("vllm")
-    if installed is None:
-        return "no vLLM here"
-    try:
-        integration = import_module("fused_markov.integrations.vllm")
-    except ImportError as e:
-        return f"vLLM {installed}: no integration ({e})"
-    return str(integration.coverage(installed))
+    """Whether the installed vLLM is one that the plugin covers."""
+    plugin = import_module("fused_markov.integrations.vllm")
+    covered = import_module("fused_markov.integrations.vllm_versions").covered()
+    reason = plugin.why_not()
+    state = "on" if reason is None else f"off: {reason}"
+    return f"{state} (covers vLLM {covered})"
 
 
 def _describe(device: str) -> str:
