@@ -10,6 +10,13 @@ from fused_markov.errors import ArgumentError
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# On the CPU every bias product has one shape, [CPU_ROWS, r] x [r, CPU_CANDIDATES]: the libraries
+# behind it choose their code, and with it the order of the sum, by the shape of the whole product.
+# (MKL's fp32 sums differ between 1, 2 and up to 15 rows, oneDNN's bf16 sums at rank 512 between 16
+# and 48.) Sixteen rows cost about what five do, the product being bound by reading w2.
+CPU_ROWS = 16
+CPU_CANDIDATES = 8192
+
 
 class MarkovHead:
     """A low-rank Markov head (DSpark, arXiv 2607.05147; vLLM's ``DSparkMarkovHead``).
@@ -61,7 +68,7 @@ class MarkovHead:
             raise ArgumentError(
                 "vocab_size", f"1 to {w1.shape[0]} (the rows of w1)", str(vocab_size)
             )
-        self.w1, self.w2 = w1, w2
+        self.w1, self.w2 = w1.detach(), w2.detach()
         self.scale, self.soft_cap = float(scale), soft_cap
         self.vocab_size = vocab_size
         self.id_map = _target_ids(id_map, d2t, w2, vocab_size)
@@ -93,14 +100,30 @@ class MarkovHead:
     def bias(self, prev: Tensor) -> Tensor:
         """The bias rows ``[M, V]``, in w2's dtype, after previous tokens ``prev`` ``[M]``.
 
-        An fp32 sum rounded once, then capped and scaled with vLLM's roundings. On the CPU a lone
-        row goes through the product beside a copy of itself: the library behind ``F.linear`` adds
-        a single row in another order than several, and a row's bits must not depend on its company.
+        An fp32 sum rounded once, then capped and scaled with vLLM's roundings. On the CPU a row's
+        bits do not depend on its company or its place.
         """
         embed = self.w1[prev]
-        alone = embed.shape[0] == 1 and not embed.is_cuda
-        bias = F.linear(embed.expand(2, -1) if alone else embed, self.w2[: self.draft_vocab])
-        return self.transform(bias[:1] if alone else bias)
+        if embed.device.type != "cpu":
+            return self.transform(F.linear(embed, self.w2[: self.draft_vocab]))
+        bias = embed.new_empty(embed.shape[0], self.draft_vocab)
+        for low, high in self.cpu_blocks():
+            bias[:, low:high] = self.cpu_bias_block(embed, low, high)
+        return bias
+
+    def cpu_blocks(self) -> list[tuple[int, int]]:
+        """The ranges of candidates whose bias `cpu_bias_block` computes in one product."""
+        starts = range(0, self.draft_vocab, CPU_CANDIDATES)
+        return [(low, min(low + CPU_CANDIDATES, self.draft_vocab)) for low in starts]
+
+    def cpu_bias_block(self, embed: Tensor, low: int, high: int) -> Tensor:
+        """Columns ``low:high`` (one of `cpu_blocks`) of the bias rows of ``embed`` ``[M, r]``."""
+        rows = embed.shape[0]
+        embed = F.pad(embed, (0, 0, 0, -rows % CPU_ROWS))
+        bias = embed.new_empty(embed.shape[0], high - low)
+        for tile, out in zip(embed.split(CPU_ROWS), bias.split(CPU_ROWS), strict=True):
+            torch.mm(tile, self.w2[low:high].T, out=out)
+        return self.transform(bias[:rows])
 
     def transform(self, bias: Tensor) -> Tensor:
         """Soft cap, then scale, each operation rounded to ``bias``'s dtype (LogitsProcessor)."""

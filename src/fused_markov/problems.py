@@ -19,7 +19,7 @@ TOKEN_POISON = 2**31 - 1
 MIXED_TEMPERATURES = (0.0, 1.0, 0.7, 0.3)
 
 # Base logits of a language model are a wide bulk with a few ids far above it.
-PEAKS, PEAK_HEIGHT = 6, 9.0
+PEAKS, PEAK_HEIGHT = 6, 14.0
 
 SLOTS = ("all", "shuffled", "padded", "padded-steps", "none-live")
 STRIDES = ("contiguous", "wide", "step-major")
