@@ -1,0 +1,145 @@
+"""What the GPU engines share: turning a batch into the kernels' arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_markov.batch import DraftBatch, cache_is_target_wide, logits_dtype
+from fused_markov.head import MarkovHead
+from fused_markov.kernels.args import Inputs, Shape
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+MAX_RANK = 1024
+
+
+def why_not_triton(head: MarkovHead) -> str | None:
+    """Why this head's device cannot run Triton kernels, or None."""
+    interpreted = triton.knobs.runtime.interpret
+    if head.device.type != "cuda" and not (interpreted and head.device.type == "cpu"):
+        return f"the head is on {head.device}, Triton needs a GPU"
+    if interpreted and head.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bf16 wrongly"
+    if head.rank > MAX_RANK:
+        return f"rank {head.rank} is above {MAX_RANK}"
+    return None
+
+
+@dataclass(frozen=True)
+class HeadData:
+    """What the kernels read of a head beside its weights."""
+
+    id_map: Tensor
+    holes: Tensor
+    lowest_id: int
+
+
+def head_data(head: MarkovHead) -> HeadData:
+    """Id map (a dummy where there is none), unmapped target ids, and the lowest candidate id."""
+    if head.id_map is None:
+        none = torch.zeros(1, dtype=torch.int64, device=head.device)
+        return HeadData(none, none.to(torch.int32), 0)
+    unmapped = torch.ones(head.vocab_size, dtype=torch.bool, device=head.device)
+    unmapped[head.id_map] = False
+    holes = unmapped.nonzero().squeeze(1).to(torch.int32)
+    return HeadData(head.id_map.contiguous(), holes, int(head.id_map.min()))
+
+
+def make_inputs(
+    head: MarkovHead,
+    data: HeadData,
+    batch: DraftBatch,
+    cache: Tensor | None,
+    tokens: Tensor,
+    nonfinite: Tensor,
+    row_slots: Tensor,
+) -> Inputs:
+    """The kernels' view of a checked batch. ``row_slots`` stands in where slots are not given."""
+    base = batch.base_logits
+    slots = row_slots if batch.slots is None else batch.slots
+    temperature = nonfinite if batch.temperature is None else batch.temperature
+    seeds = nonfinite if batch.seeds is None or batch.temperature is None else batch.seeds
+    width = 0 if cache is None else cache.shape[2]
+    fill_from, num_holes = head.draft_vocab, 0
+    if head.id_map is not None and cache is not None and cache_is_target_wide(head, width):
+        fill_from, num_holes = head.vocab_size, data.holes.shape[0]
+    return Inputs(
+        w1=head.w1,
+        w2=head.w2,
+        id_map=data.id_map,
+        holes=data.holes,
+        base=base,
+        anchors=batch.anchors,
+        positions=batch.positions,
+        slots=slots,
+        temperature=temperature,
+        seeds=seeds,
+        cache=base if cache is None else cache,
+        tokens=tokens,
+        nonfinite=nonfinite,
+        base_row=base.stride(0),
+        base_step=base.stride(1),
+        anchor_row=batch.anchors.stride(0),
+        position_row=batch.positions.stride(0),
+        position_step=batch.positions.stride(1),
+        slot_row=slots.stride(0),
+        slot_step=slots.stride(1) if slots.dim() == 2 else 0,
+        temperature_slot=temperature.stride(0),
+        seed_slot=seeds.stride(0),
+        cache_slot=0 if cache is None else cache.stride(0),
+        cache_step=0 if cache is None else cache.stride(1),
+        token_row=tokens.stride(0),
+        token_step=tokens.stride(1),
+        rows=batch.rows,
+        vocab=head.draft_vocab,
+        vocab_size=head.vocab_size,
+        lowest_id=data.lowest_id,
+        num_holes=num_holes,
+        num_fill=num_holes + max(width - fill_from, 0),
+        fill_from=fill_from,
+        scale=head.scale,
+        soft_cap=head.soft_cap or 1.0,
+    )
+
+
+def aligned(head: MarkovHead, batch: DraftBatch, cache: Tensor | None) -> bool:
+    """Whether V and all rows of base and cache are in steps of 8 elements, so vectors fit."""
+    tensors = [batch.base_logits] if cache is None else [batch.base_logits, cache]
+    return head.draft_vocab % 8 == 0 and all(
+        t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 for t in tensors
+    )
+
+
+def make_shape(
+    head: MarkovHead, batch: DraftBatch, cache: Tensor | None, fp64: bool, **tiles: Any
+) -> Shape:
+    """What the compiler must know of a checked batch, with the engine's tile sizes."""
+    wide = cache is not None and cache_is_target_wide(head, cache.shape[2])
+    filled = cache is not None and cache.shape[2] > (
+        head.draft_vocab if head.id_map is None or wide else cache.shape[2]
+    )
+    return Shape(
+        STEPS=batch.steps,
+        STEPS_P2=triton.next_power_of_2(batch.steps),
+        RANK=head.rank,
+        RANK_P2=max(16, triton.next_power_of_2(head.rank)),
+        NOISE=batch.temperature is not None,
+        FP64=fp64 and batch.temperature is not None,
+        CACHED=cache is not None,
+        MAPPED=head.id_map is not None,
+        TARGET_WIDE=wide,
+        FILL=filled,
+        SCALED=head.scale != 1.0,
+        CAPPED=head.soft_cap is not None,
+        ALIGNED=aligned(head, batch, cache),
+        WEIGHT=DTYPES[head.dtype],
+        LOGIT=DTYPES[torch.promote_types(batch.base_logits.dtype, head.dtype)],
+        CACHE=DTYPES[logits_dtype(head, batch, cache)],
+        PASSES=2 * batch.steps,
+        **tiles,
+    )

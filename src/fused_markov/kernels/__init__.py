@@ -1,0 +1,1 @@
+"""Triton device code. Launchers live in `fused_markov.engines`; nothing here runs on the host."""

@@ -1,0 +1,100 @@
+"""What the kernels are given: three named tuples that every phase takes alike."""
+
+from typing import Any, NamedTuple
+
+
+class Inputs(NamedTuple):
+    """One decode step. R rows, S draft steps, V candidates, strides in elements."""
+
+    w1: Any  # [w1_rows, rank] Markov embedding by target id
+    w2: Any  # [w2_rows, rank] Markov bias, one row a candidate
+    id_map: Any  # [V] int64 target id of each candidate (MAPPED)
+    holes: Any  # [num_holes] int32 target ids below vocab_size that no candidate maps to
+    base: Any  # [R, S, >=V] base logits
+    anchors: Any  # [R] previous token of step 0
+    positions: Any  # [R, S] positions of the sampled tokens
+    slots: Any  # [R, S] request slots, negative: padding
+    temperature: Any  # [N] by slot (NOISE)
+    seeds: Any  # [N] int64 by slot (NOISE)
+    cache: Any  # [N, >=S, width] logits to fill (CACHED)
+    tokens: Any  # [R, S] drafted target ids, to fill
+    nonfinite: Any  # [R, S] bool, contiguous, to fill
+    base_row: Any
+    base_step: Any
+    anchor_row: Any
+    position_row: Any
+    position_step: Any
+    slot_row: Any
+    slot_step: Any
+    temperature_slot: Any
+    seed_slot: Any
+    cache_slot: Any
+    cache_step: Any
+    token_row: Any
+    token_step: Any
+    rows: Any  # R
+    vocab: Any  # V
+    vocab_size: Any  # target vocabulary
+    lowest_id: Any  # the token of a row with no candidate above -inf
+    num_holes: Any
+    num_fill: Any  # cache columns that get -inf: holes, then those past the vocabulary
+    fill_from: Any  # first of the cache columns past the vocabulary
+    scale: Any
+    soft_cap: Any
+
+
+class Scratch(NamedTuple):
+    """One sampler's working memory. M = R * S row-steps, m = r * S + s."""
+
+    candidates: Any  # [M, C] int32 the guess's candidates
+    guess: Any  # [M] int32 guessed token
+    prev: Any  # [M] int32 previous token that the check assumes
+    sure: Any  # [M] fp32 score from which the gated check's winner is the winner
+    start: Any  # [R] int32 steps settled so far
+    # The list of the coming check, one record a row-step, in no particular order:
+    num_active: Any  # [2, PASSES + 1] int32 its length, by launch parity and pass
+    row_m: Any  # [M] int32 which row-step
+    row_prev: Any  # [M] int32 its assumed previous token
+    row_need: Any  # [M] fp32 score a token must be able to reach to matter
+    row_temp: Any  # [M] fp32 temperature
+    row_state: Any  # [M] int32 hash state (uint32 bits)
+    row_state64: Any  # [M] int32 second hash state, for fp64 noise
+    row_base: Any  # [M] int64 offset of its base logits
+    row_cache: Any  # [M] int64 offset of its cached logits
+    best: Any  # [parts, M] fp32 or fp64 best score in each part of the vocabulary
+    best_id: Any  # [parts, M] int32 their target ids
+    arrivals: Any  # [1] int64 grid barrier
+    launches: Any  # [1] int32 launches so far
+    passes: Any  # [1] int64 result: passes over W2
+
+
+class Shape(NamedTuple):
+    """Everything the compiler must know: the kind of problem and the tile sizes."""
+
+    STEPS: int  # S
+    STEPS_P2: int  # S, rounded up to a power of two
+    RANK: int  # r
+    RANK_P2: int  # r, rounded up to a power of two of at least 16
+    NOISE: bool  # temperatures are given
+    FP64: bool  # fp64 noise and scores
+    CACHED: bool  # logits are kept
+    MAPPED: bool  # reduced vocabulary: candidates have an id map
+    TARGET_WIDE: bool  # the cache is indexed by target id
+    FILL: bool  # some cache columns belong to no candidate
+    SCALED: bool
+    CAPPED: bool
+    ALIGNED: bool  # V and the rows of base and cache are multiples of 8 elements
+    WEIGHT: Any  # dtype of w2
+    LOGIT: Any  # dtype of base + bias
+    CACHE: Any  # dtype logits are kept in
+    PASSES: int  # most passes a launch can need
+    # guess
+    CANDIDATES: int  # C, a row-step
+    CHUNKS: int  # parts of the vocabulary, each guessed by one work item
+    LANES: int  # tokens a work item looks at side by side
+    # check
+    BLOCK_M: int  # row-steps a tile
+    BLOCK_V: int  # candidates a tile
+    ONE_BLOCK: bool  # BLOCK_M holds all row-steps: one row block, embeddings stay in registers
+    STAGES: int  # software pipelining of the tile loop
+    PREFETCH: int  # tiles of W2 a program asks L2 for before it guesses

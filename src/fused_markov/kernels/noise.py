@@ -1,0 +1,112 @@
+"""The noise stream of `fused_markov.noise` on the device, and a cheap upper bound of it."""
+
+import triton
+import triton.language as tl
+
+DRAFT_SALT = tl.constexpr(1 << 30)
+FP64_DOMAIN = tl.constexpr(0x9E3779B9)
+LN2_PER_BIT = tl.constexpr(0.6931471805599453 / (1 << 23))
+# 159 * ln 2 (127 of the float's exponent bias and 32 of the hash's width), rounded up.
+BOUND_AT_ZERO = tl.constexpr(110.2106)
+
+
+@triton.jit
+def rotl(x, shift: tl.constexpr):
+    return (x << shift) | (x >> (32 - shift))
+
+
+@triton.jit
+def mix_key(key):
+    return rotl(key * 0xCC9E2D51, 15) * 0x1B873593
+
+
+@triton.jit
+def mix(h, mixed_key):
+    return rotl(h ^ mixed_key, 13) * 5 + 0xE6546B64
+
+
+@triton.jit
+def row_state(seed, step, position, DOMAIN: tl.constexpr):
+    """Hash state of a row and step before the token id is mixed in (uint32)."""
+    seed = seed.to(tl.int64) ^ (step.to(tl.int64) << 32)
+    word = position.to(tl.int64) - 1 + DRAFT_SALT
+    h = (seed * 0).to(tl.uint32) ^ DOMAIN
+    h = mix(h, mix_key((seed & 0xFFFFFFFF).to(tl.uint32)))
+    h = mix(h, mix_key(((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)))
+    return mix(h, mix_key((word & 0xFFFFFFFF).to(tl.uint32)))
+
+
+@triton.jit
+def token_hash(state, mixed_token):
+    """uint32 hash of a token id (given as `mix_key` of it) after a row's state."""
+    h = mix(state, mixed_token) ^ 16
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h *= 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def noise_bound(state, state64, mixed_token, FP64: tl.constexpr):
+    """An upper bound of a token's Gumbel noise, within 0.06 where the noise is large.
+
+    fp32 noise grows as its uniform goes to 0 and is below -ln(u); fp64 noise grows as its uniform,
+    whose high word is the second hash, goes to 1, and is below -ln(1 - u). A float's bits, read as
+    an integer, are a piecewise linear function of its log2 that never exceeds it: two conversions
+    and one multiply-add instead of a logarithm.
+    """
+    if FP64:
+        h = token_hash(state64, mixed_token) ^ 0xFFFFFFFF
+    else:
+        h = token_hash(state, mixed_token)
+    bits = h.to(tl.float32).to(tl.int32, bitcast=True)
+    return BOUND_AT_ZERO - bits.to(tl.float32) * LN2_PER_BIT
+
+
+@triton.jit
+def _log1p_neg(u):
+    poly = 1.0 / 7.0 + u * (1.0 / 8.0)
+    poly = 1.0 / 6.0 + u * poly
+    poly = 1.0 / 5.0 + u * poly
+    poly = 1.0 / 4.0 + u * poly
+    poly = 1.0 / 3.0 + u * poly
+    poly = 1.0 / 2.0 + u * poly
+    poly = 1.0 + u * poly
+    direct = tl.log(tl.maximum(1.0 - u, 5.960464477539063e-08))
+    return tl.where(u < 0.25, -u * poly, direct)
+
+
+@triton.jit
+def gumbel32(h):
+    """fp32 Gumbel noise of a hash: its midpoint uniform, then the u -> 0 tail."""
+    high = (h >> 16).to(tl.int32).to(tl.float32) * 1.52587890625e-05
+    low = (h & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5
+    return -tl.log(-_log1p_neg(high + low * 2.3283064365386963e-10))
+
+
+@triton.jit
+def gumbel64(high, low):
+    """fp64 Gumbel noise of the two hashes of a token."""
+    bits = ((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11
+    u = (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    u = tl.where(u == 1.0, u - 1.1102230246251565e-16, u)
+    return -tl.log(-tl.log(u))
+
+
+@triton.jit
+def scores(x, temp, state, state64, tid, FP64: tl.constexpr):
+    """What the argmax compares: x / temp + noise, or x where temp is 0. NaN becomes -inf.
+
+    ``x`` fp32 logits; ``temp``, ``state``, ``state64`` of their rows; ``tid`` target ids.
+    ``state64`` (the second hash's state) is read in fp64 only.
+    """
+    key = mix_key(tid.to(tl.uint32))
+    low = token_hash(state, key)
+    tempered = x / tl.where(temp == 0.0, 1.0, temp)
+    if FP64:
+        g = gumbel64(token_hash(state64, key), low)
+        z = tl.where(temp == 0.0, x.to(tl.float64), tempered.to(tl.float64) + g)
+    else:
+        z = tl.where(temp == 0.0, x, tempered + gumbel32(low))
+    return tl.where(z == z, z, float("-inf"))

@@ -1,0 +1,70 @@
+"""Reading what belongs to a row and step: slot, temperature, seed, noise state, offsets."""
+
+import triton
+import triton.language as tl
+
+from fused_markov.kernels.noise import FP64_DOMAIN, row_state
+
+
+@triton.jit
+def as_scalar(i):
+    """A loop's counter as a tensor: the interpreter counts in Python's integers."""
+    return i + tl.full([], 0, tl.int32)
+
+
+@triton.jit
+def below_vocab(io, v, cfg: tl.constexpr):
+    """Mask of candidates ``v`` inside the vocabulary."""
+    vocab = io.vocab
+    if cfg.ALIGNED:
+        # Says that whole vectors are inside or outside; a hint on an argument is lost by inlining.
+        vocab = vocab // 8 * 8
+    return v < vocab
+
+
+@triton.jit
+def load_slot(io, r, s, mask):
+    """Request slot (int64) of rows ``r`` and steps ``s``; -1 where masked."""
+    r, s = r.to(tl.int64), s.to(tl.int64)
+    return tl.load(io.slots + r * io.slot_row + s * io.slot_step, mask=mask, other=-1).to(tl.int64)
+
+
+@triton.jit
+def load_noise(io, r, s, slot, mask, cfg: tl.constexpr):
+    """Temperature (fp32) and the two hash states of row-steps; temperature 0 where masked."""
+    slot = tl.where(mask, slot, 0)
+    temp = tl.load(io.temperature + slot * io.temperature_slot, mask=mask, other=0.0)
+    seed = tl.load(io.seeds + slot * io.seed_slot, mask=mask, other=0)
+    at = r.to(tl.int64) * io.position_row + s.to(tl.int64) * io.position_step
+    position = tl.load(io.positions + at, mask=mask, other=0)
+    state = row_state(seed, s, position, 0)
+    state64 = state
+    if cfg.FP64:
+        state64 = row_state(seed, s, position, FP64_DOMAIN)
+    return temp.to(tl.float32), state, state64
+
+
+@triton.jit
+def base_offset(io, r, s, cfg: tl.constexpr):
+    """Offset of a base row, in int64: R * S * V passes 2**31."""
+    at = r.to(tl.int64) * io.base_row + s.to(tl.int64) * io.base_step
+    if cfg.ALIGNED:
+        at = tl.multiple_of(at, 8)
+    return at
+
+
+@triton.jit
+def cache_offset(io, slot, s, cfg: tl.constexpr):
+    at = slot * io.cache_slot + s.to(tl.int64) * io.cache_step
+    if cfg.ALIGNED:
+        at = tl.multiple_of(at, 8)
+    return at
+
+
+@triton.jit
+def target_id(io, v, mask, cfg: tl.constexpr):
+    """Target ids (int32) of candidates ``v``."""
+    if cfg.MAPPED:
+        return tl.load(io.id_map + v, mask=mask, other=0).to(tl.int32)
+    else:
+        return v
