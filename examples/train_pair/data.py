@@ -62,7 +62,8 @@ def write_chats(
     seed: int,
     *,
     user_limit: int = 56,
-    answer_temperature: float | None = None,
+    greedy: float = 0.3,
+    temperatures: tuple[float, float] = (0.6, 1.0),
     deadline: float | None = None,
 ) -> Chats:
     """Let the target write ``rows`` chats of at most ``length`` tokens.
@@ -70,7 +71,7 @@ def write_chats(
     Args:
         seed: the only source of randomness; disjoint seeds give disjoint sets.
         user_limit: a user turn still open after so many tokens is closed, and its chat dropped.
-        answer_temperature: one temperature for all answers; ``None``: 30 % greedy, others 0.6 to 1.
+        greedy: share of greedy answers; the others draw a temperature between ``temperatures``.
         deadline: ``time.monotonic()`` after which the batch is given up where it stands.
     """
     device = target.device
@@ -80,12 +81,8 @@ def write_chats(
     ids = torch.full((rows, length), END_OF_TURN, dtype=torch.int64, device=device)
     ids[:, : len(opening)] = torch.tensor(opening, device=device)
     user_temperature = torch.empty(rows, 1, device=device).uniform_(0.7, 1.0, generator=generator)
-    if answer_temperature is None:
-        t = torch.empty(rows, 1, device=device).uniform_(0.6, 1.0, generator=generator)
-        greedy = torch.rand(rows, 1, device=device, generator=generator) < 0.3
-        t = t.masked_fill(greedy, 0.0)
-    else:
-        t = torch.full((rows, 1), answer_temperature, device=device)
+    t = torch.empty(rows, 1, device=device).uniform_(*temperatures, generator=generator)
+    t.masked_fill_(torch.rand(rows, 1, device=device, generator=generator) < greedy, 0.0)
     # asked: how many tokens of the closing are out (0 while the user turn is open).
     asked = torch.zeros(rows, dtype=torch.int64, device=device)
     starts = torch.full((rows,), length, dtype=torch.int64, device=device)

@@ -4,17 +4,25 @@ Rows are independent; every round drafts S tokens, verifies them in one target f
 the accepted ones plus one of the target's own. Greedy: a draft stands while it equals the target's
 argmax. T > 0: drafts are drawn from q and stand with probability min(1, p/q), so the text is an
 exact sample of the target.
+
+    python examples/train_pair/evaluate.py --checkpoint models/smollm2-135m-instruct-dspark
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data import write_chats
 from fused_markov.pair import Drafter, Target
+from fused_markov.pair.gguf_file import GgufFile, find_gguf
+
+HELD_OUT_SEED = 1_000_003  # training seeds count up from a small one
 
 
 @dataclass
@@ -159,3 +167,31 @@ def report(target: Target, drafter: Drafter, prompts: list[list[int]], new_token
         for name, t in (("greedy", 0.0), ("T=0.8", 0.8))
         for markov in (True, False)
     }
+
+
+def held_out_prompts(target: Target, tokenizer, count: int) -> list[list[int]]:
+    """Token ids of ``count`` prompts that the target writes at a seed that training never uses."""
+    chats = write_chats(target, tokenizer, 2 * count, 110, HELD_OUT_SEED)
+    pairs = zip(chats.ids[:count], chats.starts[:count].tolist(), strict=True)
+    return [row[:start].tolist() for row, start in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", default="models/smollm2-135m-instruct-dspark")
+    parser.add_argument("--gguf", default="")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
+    file = GgufFile(find_gguf(args.gguf or None))
+    target = Target.load(file=file, device=args.device, dtype=dtype)
+    prompts = held_out_prompts(target, file.tokenizer(), args.prompts)
+    torch.manual_seed(HELD_OUT_SEED)
+    drafter = Drafter.load(args.checkpoint, target)
+    print(json.dumps(report(target, drafter, prompts, args.tokens), indent=2))
+
+
+if __name__ == "__main__":
+    main()

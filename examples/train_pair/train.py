@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from evaluate import report
+from evaluate import HELD_OUT_SEED, held_out_prompts, report
 from loss import CHUNK, block_loss, row_losses
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,8 +26,6 @@ from torch import Tensor
 from data import Chats, write_chats
 from fused_markov.pair import Drafter, DrafterConfig, Target
 from fused_markov.pair.gguf_file import GgufFile, find_gguf
-
-HELD_OUT_SEED = 1_000_003  # training seeds count up from --seed
 
 
 @dataclass
@@ -37,7 +35,9 @@ class Settings:
     out: str = "models/smollm2-135m-instruct-dspark"
     minutes: float = 8.0
     gguf: str = ""
-    resume: str = ""
+    resume: str = ""  # a checkpoint to go on from; its sizes may differ, see _fit
+    kv_heads: int = 3
+    intermediate: int = 960
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     seed: int = 1
     generate_share: float = 0.28  # of the minutes, for writing chats
@@ -45,12 +45,17 @@ class Settings:
     rows: int = 4096  # chats written at once
     max_chats: int = 400_000
     length: int = 384
+    greedy: float = 0.3  # share of greedy answers; the others' temperatures lie between:
+    coolest: float = 0.6
+    hottest: float = 1.0
     batch: int = 64  # sequences a step
     anchors: int = 64  # blocks a sequence
     lr: float = 2e-3
     warmup: int = 100
+    ramp: float = 0.5  # share of training over which total variation takes over
     decay: float = 0.85  # weight of a position relative to the one before it
-    cool: float = 0.6  # half of the blocks compare the two models at this temperature, half at 1
+    cool: float = 0.6  # the two models are compared at this temperature in half of the blocks
+    warm: float = 1.0  # and at this one in the others
     save_every: float = 60.0  # seconds
     eval_prompts: int = 128
     eval_tokens: int = 128
@@ -86,7 +91,15 @@ class Trainer:
         s, parts, count, seed = self.s, [], 0, self.s.seed
         deadline = self.until(s.generate_share)
         while count < s.max_chats and (not parts or time.monotonic() < deadline):
-            chats = write_chats(self.target, self.tokenizer, s.rows, s.length, seed)
+            chats = write_chats(
+                self.target,
+                self.tokenizer,
+                s.rows,
+                s.length,
+                seed,
+                greedy=s.greedy,
+                temperatures=(s.coolest, s.hottest),
+            )
             parts.append(chats)
             count, seed = count + len(chats), seed + 1
         chats = Chats.concat(parts)
@@ -119,11 +132,13 @@ class Trainer:
         inside = torch.arange(ids.shape[1], device=self.device) < ends[:64, None]
         inside[:, 0] = False  # the first token's activations are far outside all others'
         self.scale = hidden[inside].std(0).clamp_min(1e-4)
-        self.drafter = Drafter(DrafterConfig(), self.target.embedding).to(self.device)
+        s = self.s
+        config = DrafterConfig(num_key_value_heads=s.kv_heads, intermediate_size=s.intermediate)
+        self.drafter = Drafter(config, self.target.embedding).to(self.device)
         self._initialise()
         if self.s.resume:
             state = load_file(Path(self.s.resume) / "model.safetensors")
-            self.drafter.load_state_dict(state)
+            self.drafter.load_state_dict(_fit({k: v.float() for k, v in state.items()}, config))
             self.drafter.fc.weight.data.mul_(self.scale)
         wide = [p for p in self.drafter.parameters() if p.dim() > 1]
         thin = [p for p in self.drafter.parameters() if p.dim() == 1]
@@ -181,9 +196,9 @@ class Trainer:
         weight = valid * by_step.repeat(anchors.shape[1])
         weight = (weight / weight.sum()).view(-1, 1)
         cool = torch.rand(*anchors.shape, 1, device=self.device) < 0.5
-        inverse = torch.where(cool, 1 / s.cool, 1.0).expand(-1, -1, steps).reshape(-1, 1)
+        inverse = torch.where(cool, 1 / s.cool, 1 / s.warm).expand(-1, -1, steps).reshape(-1, 1)
         # Cross-entropy finds the way; acceptance itself is what counts in the end.
-        late = min(1.0, progress / 0.5)
+        late = min(1.0, progress / s.ramp)
         loss, stats = block_loss(
             hidden, markov, d.markov_head.markov_w2.weight.to(self.low),
             final.flatten(0, 1), self.target.embedding, inverse,
@@ -252,9 +267,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Decode answers to held-out prompts with the saved checkpoint; write figures.json."""
         s = self.s
-        asks = write_chats(self.target, self.tokenizer, s.eval_prompts * 2, 110, HELD_OUT_SEED)
-        asks = asks.select(slice(0, s.eval_prompts))  # type: ignore[arg-type]
-        prompts = [row[:n].tolist() for row, n in zip(asks.ids, asks.starts.tolist(), strict=True)]
+        prompts = held_out_prompts(self.target, self.tokenizer, s.eval_prompts)
         torch.manual_seed(HELD_OUT_SEED)
         figures = report(self.target, Drafter.load(s.out, self.target), prompts, s.eval_tokens)
         for name, figure in figures.items():
@@ -272,6 +285,26 @@ class Trainer:
         }
         (Path(s.out) / "figures.json").write_text(json.dumps(everything, indent=2) + "\n")
         self.log("done")
+
+
+def _fit(state: dict[str, Tensor], c: DrafterConfig) -> dict[str, Tensor]:
+    """A checkpoint's tensors in the sizes of ``c``.
+
+    Key and value heads are repeated, which changes no output and lets them part in training. Of
+    the MLP's neurons those with the largest weights are kept.
+    """
+    for at in range(c.num_hidden_layers):
+        for name in ("k_proj", "v_proj"):
+            key = f"layers.{at}.self_attn.{name}.weight"
+            heads = state[key].view(-1, c.head_dim, c.hidden_size)
+            more = c.num_key_value_heads // len(heads)
+            state[key] = heads.repeat_interleave(more, 0).flatten(0, 1)
+        gate, up, down = (f"layers.{at}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
+        size = state[gate].norm(dim=1) * state[up].norm(dim=1) * state[down].norm(dim=0)
+        keep = size.topk(min(c.intermediate_size, len(size))).indices.sort().values
+        state[gate], state[up] = state[gate][keep], state[up][keep]
+        state[down] = state[down][:, keep]
+    return state
 
 
 def parse() -> Settings:
