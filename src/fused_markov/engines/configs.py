@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CANDIDATES = 128
+
 
 @dataclass(frozen=True)
 class OnePassConfig:
@@ -11,31 +13,41 @@ class OnePassConfig:
 
     Attributes:
         max_row_steps: largest M this is for.
-        block_m: row-steps a tile; at least M where the embeddings stay in registers.
-        block_v: candidates a tile, for a rank of up to 256 in two bytes.
         chunks: parts of the vocabulary that are guessed apart.
-        lanes: tokens a guessing program looks at side by side.
-        num_warps: warps a program.
-        stages: software pipelining of the loop over tiles.
-        programs_per_sm: programs resident on a multiprocessor.
-        prefetch: tiles of W2 that a program asks L2 for while it guesses.
+        guess_m: row-steps that a guessing program looks at side by side.
+        lanes: tokens that it looks at side by side.
+        guess_warps: warps of a guessing program.
+        predecessors: predecessors whose links a program finds at once.
+        link_warps: warps of a linking program.
+        prefetch: bytes of W2 asked of L2 while linking.
+        block_m: row-steps of a check's tile.
+        block_v: candidates of a check's tile, for 512 bytes a row of W2.
+        block_k: part of the rank multiplied at a time.
+        stages: software pipelining over the rank.
+        check_warps: warps of a checking program.
+        programs_per_sm: checking programs resident on a multiprocessor.
     """
 
     max_row_steps: int
+    chunks: int
+    guess_m: int
+    lanes: int
+    guess_warps: int
+    predecessors: int
+    link_warps: int
+    prefetch: int
     block_m: int
     block_v: int
-    chunks: int
-    lanes: int
-    num_warps: int
+    block_k: int
     stages: int
+    check_warps: int
     programs_per_sm: int
-    prefetch: int
 
 
-CANDIDATES = 128
+MB = 1 << 20
 
 HOPPER = (
-    OnePassConfig(16, 16, 64, 32, 4096, 8, 4, 1, 8),
-    OnePassConfig(64, 64, 128, 8, 4096, 8, 2, 1, 4),
-    OnePassConfig(1 << 30, 64, 128, 4, 4096, 8, 1, 2, 2),
+    OnePassConfig(16, 32, 1, 4096, 4, 16, 4, 24 * MB, 16, 128, 64, 3, 4, 3),
+    OnePassConfig(64, 32, 4, 1024, 4, 32, 4, 24 * MB, 64, 128, 64, 3, 4, 3),
+    OnePassConfig(1 << 30, 32, 8, 512, 4, 64, 4, 24 * MB, 64, 128, 64, 3, 4, 3),
 )

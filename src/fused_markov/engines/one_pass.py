@@ -13,16 +13,20 @@ from fused_markov.engines.launch import head_data, make_inputs, make_shape, why_
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Scratch, Shape
 from fused_markov.kernels.one_pass import (
-    chain_kernel,
     check_kernel,
-    fused_kernel,
     guess_kernel,
+    link_kernel,
+    passes_kernel,
     settle_kernel,
 )
 
 
 class OnePassEngine:
-    """Draft sampling in one cooperative launch (or one launch a phase where there is none)."""
+    """Draft sampling in three launches: guess, link, and a cooperative one that checks and settles.
+
+    Where there are no cooperative launches, checks and settlings are launched apart, as many as a
+    step can need; those with nothing left to do return at once.
+    """
 
     name = "one_pass"
 
@@ -35,14 +39,14 @@ class OnePassEngine:
     ) -> None:
         self._head, self._plan, self._configs = head, plan, configs
         on_gpu = head.device.type == "cuda"
-        self._cooperative = on_gpu if cooperative is None else cooperative
+        self._on_nvidia = on_gpu and torch.version.hip is None
+        self._cooperative = self._on_nvidia if cooperative is None else cooperative
         self._multiprocessors = 4
         if on_gpu:
             properties = torch.cuda.get_device_properties(head.device)
             self._multiprocessors = properties.multi_processor_count
         self._data = head_data(head)
-        most = self._multiprocessors * max(c.programs_per_sm for c in configs)
-        self._scratch = _allocate(head, plan, configs, most)
+        self._scratch = _allocate(head, plan, configs)
         device = head.device
         self._slots = torch.arange(plan.max_rows, device=device)
         self._nonfinite = torch.zeros(plan.max_rows, plan.steps, dtype=torch.uint8, device=device)
@@ -64,10 +68,7 @@ class OnePassEngine:
             nonfinite = self._nonfinite
             io = make_inputs(head, self._data, batch, logits_cache, tokens, nonfinite, self._slots)
             shape = self.shape_for(config, batch, logits_cache)
-            if self._cooperative:
-                self._launch_fused(io, shape, config)
-            else:
-                self._launch_phases(io, shape, config)
+            self._launch(io, shape, config)
         flags = self._nonfinite.view(-1)[: batch.rows * batch.steps].view(torch.bool)
         flags = flags.view(batch.rows, batch.steps)
         return DraftResult(tokens, flags, self.name, self._scratch.passes[0])
@@ -85,29 +86,34 @@ class OnePassEngine:
             self._plan.noise_dtype == torch.float64,
             CANDIDATES=CANDIDATES,
             CHUNKS=config.chunks,
+            GUESS_M=config.guess_m,
             LANES=config.lanes,
+            PREDECESSORS=config.predecessors,
+            PREFETCH=config.prefetch if self._on_nvidia else 0,
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config, self._head),
-            ONE_BLOCK=config.max_row_steps <= config.block_m,
+            BLOCK_K=min(config.block_k, max(16, triton.next_power_of_2(self._head.rank))),
             STAGES=config.stages,
-            PREFETCH=config.prefetch,
         )
 
-    def _launch_fused(self, io: Inputs, shape: Shape, config: OnePassConfig) -> None:
-        grid = (self._multiprocessors * config.programs_per_sm,)
-        fused_kernel[grid](
-            io, self._scratch, shape, num_warps=config.num_warps, launch_cooperative_grid=True
-        )
-
-    def _launch_phases(self, io: Inputs, shape: Shape, config: OnePassConfig) -> None:
-        grid = (self._multiprocessors * config.programs_per_sm,)
-        rows = (min(io.rows, grid[0]),)
-        warps = config.num_warps
-        guess_kernel[grid](io, self._scratch, shape, num_warps=warps)
-        chain_kernel[rows](io, self._scratch, shape, num_warps=warps)
+    def _launch(self, io: Inputs, shape: Shape, config: OnePassConfig) -> None:
+        scratch, row_steps = self._scratch, io.rows * shape.STEPS
+        guesses = triton.cdiv(row_steps, config.guess_m) * config.chunks
+        links = row_steps * (CANDIDATES // config.predecessors)
+        if shape.PREFETCH:
+            links = max(links, self._multiprocessors)
+        programs = self._multiprocessors * config.programs_per_sm
+        guess_kernel[(guesses,)](io, scratch, shape, num_warps=config.guess_warps)
+        link_kernel[(links,)](io, scratch, shape, num_warps=config.link_warps)
+        warps = config.check_warps
+        if self._cooperative:
+            passes_kernel[(programs,)](
+                io, scratch, shape, num_warps=warps, launch_cooperative_grid=True
+            )
+            return
         for index in range(shape.PASSES):
-            check_kernel[grid](io, self._scratch, index, shape, num_warps=warps)
-            settle_kernel[rows](io, self._scratch, index, grid[0], shape, num_warps=warps)
+            check_kernel[(programs,)](io, scratch, index, shape, num_warps=warps)
+            settle_kernel[(io.rows,)](io, scratch, index, shape, num_warps=warps)
 
     def warmup(self) -> None:
         """Compile what the plan can run."""
@@ -119,24 +125,24 @@ def block_v(config: OnePassConfig, head: MarkovHead) -> int:
     return max(16, config.block_v * 512 // max(row_bytes, 512))
 
 
-def _allocate(
-    head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...], most_programs: int
-) -> Scratch:
+def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) -> Scratch:
     m, device = plan.max_rows * plan.steps, head.device
-    parts = max(triton.cdiv(head.draft_vocab, block_v(c, head)) for c in configs)
-    parts = max(parts, most_programs)
+    tiles = max(triton.cdiv(head.draft_vocab, block_v(c, head)) for c in configs)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     return Scratch(
         candidates=new(m, CANDIDATES),
+        link=new(m, CANDIDATES),
+        link_need=new(m, CANDIDATES, dtype=torch.float32),
+        link_sure=new(m, CANDIDATES, dtype=torch.float32),
+        links_left=new(plan.max_rows),
         guess=new(m),
-        prev=new(m),
         sure=new(m, dtype=torch.float32),
         start=new(plan.max_rows),
-        num_active=new(2, 2 * plan.steps + 1),
-        row_m=new(m),
+        active=new(m),
+        num_active=new(2 * plan.steps + 1),
         row_prev=new(m),
         row_need=new(m, dtype=torch.float32),
         row_temp=new(m, dtype=torch.float32),
@@ -144,9 +150,8 @@ def _allocate(
         row_state64=new(m),
         row_base=new(m, dtype=torch.int64),
         row_cache=new(m, dtype=torch.int64),
-        best=new(parts, m, dtype=plan.noise_dtype),
-        best_id=new(parts, m),
+        best=new(tiles, m, dtype=plan.noise_dtype),
+        best_id=new(tiles, m),
         arrivals=new(1, dtype=torch.int64),
-        launches=new(1),
         passes=new(1, dtype=torch.int64),
     )

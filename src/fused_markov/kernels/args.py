@@ -47,14 +47,17 @@ class Scratch(NamedTuple):
     """One sampler's working memory. M = R * S row-steps, m = r * S + s."""
 
     candidates: Any  # [M, C] int32 the guess's candidates
+    link: Any  # [M, C] int32 best candidate of a row-step after each candidate of the step before
+    link_need: Any  # [M, C] fp32 and its `row_need`
+    link_sure: Any  # [M, C] fp32 and its `sure`
+    links_left: Any  # [R] int32 link work items finished of a row, to find the last one
     guess: Any  # [M] int32 guessed token
-    prev: Any  # [M] int32 previous token that the check assumes
     sure: Any  # [M] fp32 score from which the gated check's winner is the winner
     start: Any  # [R] int32 steps settled so far
-    # The list of the coming check, one record a row-step, in no particular order:
-    num_active: Any  # [2, PASSES + 1] int32 its length, by launch parity and pass
-    row_m: Any  # [M] int32 which row-step
-    row_prev: Any  # [M] int32 its assumed previous token
+    # What a check reads: a list of row-steps in no particular order, and a record of each.
+    active: Any  # [M] int32 the list
+    num_active: Any  # [PASSES + 1] int32 its length, by pass
+    row_prev: Any  # [M] int32 previous token that the check assumes
     row_need: Any  # [M] fp32 score a token must be able to reach to matter
     row_temp: Any  # [M] fp32 temperature
     row_state: Any  # [M] int32 hash state (uint32 bits)
@@ -64,7 +67,6 @@ class Scratch(NamedTuple):
     best: Any  # [parts, M] fp32 or fp64 best score in each part of the vocabulary
     best_id: Any  # [parts, M] int32 their target ids
     arrivals: Any  # [1] int64 grid barrier
-    launches: Any  # [1] int32 launches so far
     passes: Any  # [1] int64 result: passes over W2
 
 
@@ -91,10 +93,13 @@ class Shape(NamedTuple):
     # guess
     CANDIDATES: int  # C, a row-step
     CHUNKS: int  # parts of the vocabulary, each guessed by one work item
+    GUESS_M: int  # row-steps a work item looks at side by side
     LANES: int  # tokens a work item looks at side by side
+    # link
+    PREDECESSORS: int  # candidates of the step before that a work item links
+    PREFETCH: int  # bytes of W2 that the link launch asks L2 for, for the check to find
     # check
     BLOCK_M: int  # row-steps a tile
     BLOCK_V: int  # candidates a tile
-    ONE_BLOCK: bool  # BLOCK_M holds all row-steps: one row block, embeddings stay in registers
-    STAGES: int  # software pipelining of the tile loop
-    PREFETCH: int  # tiles of W2 a program asks L2 for before it guesses
+    BLOCK_K: int  # part of the rank multiplied at a time
+    STAGES: int  # software pipelining over the rank

@@ -6,7 +6,7 @@ Arithmetic is approximate here. A guess decides only how many passes the check n
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.noise import mix_key, noise_bound
+from fused_markov.kernels.noise import bound_terms, mix_key, reach
 from fused_markov.kernels.rows import (
     as_scalar,
     base_offset,
@@ -21,65 +21,64 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _segment_best(packed, lane, cfg: tl.constexpr):
-    """Best (value, lane) of each segment: [segments, lanes] -> [segments]."""
-    best = tl.max(packed, axis=1)
-    at = tl.min(tl.where(packed == best[:, None], lane, cfg.LANES), axis=1)
-    return best, tl.minimum(at, cfg.LANES - 1)
+def _scan_chunk(io, r, s, slot, live, first, rounds, cfg: tl.constexpr):
+    """Best token that each lane passes: [GUESS_M, LANES] scores whose low 8 bits say which round.
+
+    Not-a-number loses against everything in `tl.maximum`, and so do infinities, which turn into it
+    with the round's bits: the check sees to those.
+    """
+    lane = tl.arange(0, cfg.LANES)
+    rows = io.base + base_offset(io, r, s, cfg)[:, None]
+    if cfg.NOISE:
+        temp, state, state64 = load_noise(io, r, s, slot, live, cfg)
+        terms = bound_terms(temp)
+    best = tl.full([cfg.GUESS_M, cfg.LANES], LOWEST, tl.float32)
+    for i in range(0, rounds):
+        v = first + i * cfg.LANES + lane
+        in_vocab = below_vocab(io, v, cfg)
+        inside = live[:, None] & in_vocab[None, :]
+        z = tl.load(rows + v[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+        if cfg.NOISE:
+            key = mix_key(target_id(io, v, in_vocab, cfg).to(tl.uint32))
+            z = reach(z, terms, state, state64, key, cfg.FP64)
+        bits = (z.to(tl.int32, bitcast=True) & ~0xFF) | (i & 0xFF)
+        best = tl.maximum(best, bits.to(tl.float32, bitcast=True))
+    return best
 
 
 @triton.jit
-def guess_chunk(io, scratch, item, cfg: tl.constexpr):
-    """Candidates of one chunk of the vocabulary for one row-step.
+def _guess_item(io, scratch, item, cfg: tl.constexpr):
+    """Candidates of one chunk of the vocabulary for GUESS_M row-steps.
 
-    Every lane keeps the best of the tokens it passes, as a float whose low 8 bits say which; then
-    the lanes fall into segments, and each segment gives its best two.
+    Every lane keeps the best of the tokens it passes; the lanes fall into segments, and each
+    segment gives its best two.
     """
     SEGMENTS: tl.constexpr = cfg.CANDIDATES // cfg.CHUNKS // 2
     PER_SEGMENT: tl.constexpr = cfg.LANES // SEGMENTS
-    m = item // cfg.CHUNKS
+    M: tl.constexpr = cfg.GUESS_M
+    m = item // cfg.CHUNKS * M + tl.arange(0, M)
     chunk = item % cfg.CHUNKS
     r, s = m // cfg.STEPS, m % cfg.STEPS
-    slot = load_slot(io, r, s, True)
-    if slot >= 0:
+    slot = load_slot(io, r, s, r < io.rows)
+    live = slot >= 0
+    if tl.max(live.to(tl.int32), axis=0) > 0:
         rounds = tl.cdiv(tl.cdiv(io.vocab, cfg.CHUNKS), cfg.LANES)
         first = chunk * rounds * cfg.LANES
-        lane = tl.arange(0, cfg.LANES)
-        row = io.base + base_offset(io, r, s, cfg)
-        inverse = 1.0
-        noisy = False
-        if cfg.NOISE:
-            temp, state, state64 = load_noise(io, r, s, slot, True, cfg)
-            noisy = temp != 0.0
-            inverse = 1.0 / tl.where(noisy, temp, 1.0)
-        best = tl.full([cfg.LANES], LOWEST, tl.float32)
-        for i in range(0, rounds):
-            v = first + i * cfg.LANES + lane
-            mask = below_vocab(io, v, cfg)
-            z = tl.load(row + v, mask=mask, other=float("-inf")).to(tl.float32)
-            if cfg.NOISE:
-                if noisy:
-                    key = mix_key(target_id(io, v, mask, cfg).to(tl.uint32))
-                    z = z * inverse + noise_bound(state, state64, key, cfg.FP64)
-            bits = (z.to(tl.int32, bitcast=True) & ~0xFF) | (i & 0xFF)
-            # A NaN or infinite score never wins here; the check sees to those.
-            best = tl.maximum(
-                best, tl.where(tl.abs(z) < 3.0e38, bits.to(tl.float32, bitcast=True), LOWEST)
-            )
-        packed = tl.reshape(best, [SEGMENTS, PER_SEGMENT])
-        lanes = tl.reshape(lane, [SEGMENTS, PER_SEGMENT])
-        out = (
-            scratch.candidates + m * cfg.CANDIDATES + chunk * 2 * SEGMENTS + tl.arange(0, SEGMENTS)
-        )
+        best = _scan_chunk(io, r, s, slot, live, first, rounds, cfg)
+        packed = tl.reshape(best, [M, SEGMENTS, PER_SEGMENT])
+        lane = tl.reshape(tl.arange(0, cfg.LANES), [1, SEGMENTS, PER_SEGMENT])
+        out = m[:, None] * cfg.CANDIDATES + chunk * 2 * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]
         for second in tl.static_range(2):
-            top, at = _segment_best(packed, lanes, cfg)
+            top = tl.max(packed, axis=2)
+            at = tl.min(tl.where(packed == top[:, :, None], lane, cfg.LANES), axis=2)
             v = first + (top.to(tl.int32, bitcast=True) & 0xFF) * cfg.LANES + at
-            tl.store(out + second * SEGMENTS, tl.minimum(v, io.vocab - 1))
-            packed = tl.where(lanes == at[:, None], LOWEST, packed)
+            v = tl.minimum(v, io.vocab - 1)
+            tl.store(scratch.candidates + out + second * SEGMENTS, v, mask=live[:, None])
+            packed = tl.where(lane == at[:, :, None], LOWEST, packed)
 
 
 @triton.jit
-def fill_unmapped(io, pid, programs, cfg: tl.constexpr):
+def _fill_unmapped(io, pid, programs, cfg: tl.constexpr):
     """-inf into the cache columns that no candidate maps to."""
     WIDTH: tl.constexpr = 1024
     parts = tl.cdiv(io.num_fill, WIDTH)
@@ -100,7 +99,8 @@ def fill_unmapped(io, pid, programs, cfg: tl.constexpr):
 @triton.jit
 def guess_all(io, scratch, pid, programs, cfg: tl.constexpr):
     """This program's share of the guess."""
-    for item in range(pid, io.rows * cfg.STEPS * cfg.CHUNKS, programs):
-        guess_chunk(io, scratch, as_scalar(item), cfg)
+    blocks = tl.cdiv(io.rows * cfg.STEPS, cfg.GUESS_M)
+    for item in range(pid, blocks * cfg.CHUNKS, programs):
+        _guess_item(io, scratch, as_scalar(item), cfg)
     if cfg.FILL:
-        fill_unmapped(io, pid, programs, cfg)
+        _fill_unmapped(io, pid, programs, cfg)

@@ -48,20 +48,32 @@ def token_hash(state, mixed_token):
 
 
 @triton.jit
-def noise_bound(state, state64, mixed_token, FP64: tl.constexpr):
-    """An upper bound of a token's Gumbel noise, within 0.06 where the noise is large.
+def bound_terms(temp):
+    """Per row: what `reach` multiplies logits by, adds, and takes away per bit of the hash.
+
+    Without noise (temperature 0) the last two are 0, so that one expression serves all rows.
+    """
+    cold = temp == 0.0
+    inverse = 1.0 / tl.where(cold, 1.0, temp)
+    return inverse, tl.where(cold, 0.0, BOUND_AT_ZERO), tl.where(cold, 0.0, LN2_PER_BIT)
+
+
+@triton.jit
+def reach(x, terms, state, state64, mixed_token, FP64: tl.constexpr):
+    """An upper bound, within 0.06 for large noise, of the score of logits ``x`` [rows, tokens].
 
     fp32 noise grows as its uniform goes to 0 and is below -ln(u); fp64 noise grows as its uniform,
     whose high word is the second hash, goes to 1, and is below -ln(1 - u). A float's bits, read as
     an integer, are a piecewise linear function of its log2 that never exceeds it: two conversions
     and one multiply-add instead of a logarithm.
     """
+    inverse, top, per_bit = terms
     if FP64:
-        h = token_hash(state64, mixed_token) ^ 0xFFFFFFFF
+        h = token_hash(state64[:, None], mixed_token[None, :]) ^ 0xFFFFFFFF
     else:
-        h = token_hash(state, mixed_token)
-    bits = h.to(tl.float32).to(tl.int32, bitcast=True)
-    return BOUND_AT_ZERO - bits.to(tl.float32) * LN2_PER_BIT
+        h = token_hash(state[:, None], mixed_token[None, :])
+    bits = h.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    return x * inverse[:, None] + (top[:, None] - bits * per_bit[:, None])
 
 
 @triton.jit
@@ -95,18 +107,22 @@ def gumbel64(high, low):
 
 
 @triton.jit
-def scores(x, temp, state, state64, tid, FP64: tl.constexpr):
-    """What the argmax compares: x / temp + noise, or x where temp is 0. NaN becomes -inf.
-
-    ``x`` fp32 logits; ``temp``, ``state``, ``state64`` of their rows; ``tid`` target ids.
-    ``state64`` (the second hash's state) is read in fp64 only.
-    """
+def gumbel(state, state64, tid, FP64: tl.constexpr):
+    """Exact noise of target ids ``tid``; ``state64``, the second hash's, is read in fp64 only."""
     key = mix_key(tid.to(tl.uint32))
     low = token_hash(state, key)
+    if FP64:
+        return gumbel64(token_hash(state64, key), low)
+    else:
+        return gumbel32(low)
+
+
+@triton.jit
+def scores(x, temp, noise, FP64: tl.constexpr):
+    """What the argmax compares: x / temp + noise, or x where temp is 0. NaN becomes -inf."""
     tempered = x / tl.where(temp == 0.0, 1.0, temp)
     if FP64:
-        g = gumbel64(token_hash(state64, key), low)
-        z = tl.where(temp == 0.0, x.to(tl.float64), tempered.to(tl.float64) + g)
+        z = tl.where(temp == 0.0, x.to(tl.float64), tempered.to(tl.float64) + noise)
     else:
-        z = tl.where(temp == 0.0, x, tempered + gumbel32(low))
+        z = tl.where(temp == 0.0, x, tempered + noise)
     return tl.where(z == z, z, float("-inf"))

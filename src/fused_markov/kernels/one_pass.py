@@ -1,81 +1,92 @@
-"""The one-pass engine's kernels: all phases in one cooperative launch, or one launch a phase."""
+"""The one-pass engine's kernels: guess; link and walk; check and settle until all is settled."""
 
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.chain import chain_all
-from fused_markov.kernels.check import check_all, num_parts
+from fused_markov.kernels.check import check_all
 from fused_markov.kernels.grid import grid_barrier, prefetch_l2
 from fused_markov.kernels.guess import guess_all
+from fused_markov.kernels.link import link_item
+from fused_markov.kernels.rows import as_scalar, load_anchor, load_slot
 from fused_markov.kernels.settle import settle_all
+from fused_markov.kernels.walk import walk_row
 
 LINE = tl.constexpr(128)  # bytes of a cache line
-
-
-@triton.jit
-def _prefetch_weights(io, pid, programs, cfg: tl.constexpr):
-    """Ask L2 for this program's first tiles of W2, to arrive while it guesses."""
-    BYTES: tl.constexpr = cfg.WEIGHT.primitive_bitwidth // 8
-    LINES: tl.constexpr = cfg.BLOCK_V * cfg.RANK * BYTES // LINE
-    tiles = tl.cdiv(io.vocab, cfg.BLOCK_V)
-    end = io.vocab.to(tl.int64) * cfg.RANK
-    at = tl.arange(0, LINES).to(tl.int64) * (LINE // BYTES)
-    COUNT: tl.constexpr = cfg.PREFETCH
-    for i in tl.static_range(COUNT):
-        tile = pid + i * programs
-        if tile < tiles:
-            where = tile.to(tl.int64) * cfg.BLOCK_V * cfg.RANK + at
-            prefetch_l2(io.w2 + tl.minimum(where, end - 1))
-
-
-@triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
-def fused_kernel(io, scratch, cfg: tl.constexpr):
-    """A whole decode step in one cooperative launch."""
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
-    WIDTH: tl.constexpr = cfg.PASSES + 1
-    # Counters alternate between two sets from launch to launch: one is used, the other cleared.
-    parity = tl.load(scratch.launches) % 2
-    counters = scratch.num_active + parity * WIDTH
-    if cfg.PREFETCH > 0:
-        _prefetch_weights(io, pid, programs, cfg)
-    guess_all(io, scratch, pid, programs, cfg)
-    grid_barrier(scratch.arrivals)
-    if pid == 0:
-        other = scratch.num_active + (1 - parity) * WIDTH
-        for i in tl.static_range(WIDTH):
-            tl.store(other + i, 0)
-        tl.store(scratch.launches, parity + 1)
-    chain_all(io, scratch, pid, programs, counters, cfg)
-    grid_barrier(scratch.arrivals)
-    passes = parity * 0
-    count = tl.load(counters)
-    while count > 0:
-        check_all(io, scratch, pid, programs, count, cfg)
-        grid_barrier(scratch.arrivals)
-        passes += 1
-        parts = num_parts(io, programs, cfg)
-        settle_all(io, scratch, pid, programs, parts, counters + passes, cfg)
-        grid_barrier(scratch.arrivals)
-        count = tl.load(counters + passes)
-    if pid == 0:
-        tl.store(scratch.passes, passes.to(tl.int64))
+LINES_AT_ONCE = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
 def guess_kernel(io, scratch, cfg: tl.constexpr):
     pid = tl.program_id(0)
-    WIDTH: tl.constexpr = cfg.PASSES + 1
     if pid == 0:
+        WIDTH: tl.constexpr = cfg.PASSES + 1
         for i in tl.static_range(WIDTH):
             tl.store(scratch.num_active + i, 0)
         tl.store(scratch.passes, tl.full([], 0, tl.int64))
     guess_all(io, scratch, pid, tl.num_programs(0), cfg)
 
 
+@triton.jit
+def _prefetch_weights(io, pid, programs, cfg: tl.constexpr):
+    """Ask L2 for the first PREFETCH bytes of W2, to arrive while few programs have work."""
+    BYTES: tl.constexpr = cfg.WEIGHT.primitive_bitwidth // 8
+    end = io.vocab * cfg.RANK * BYTES
+    lane = tl.arange(0, LINES_AT_ONCE) * LINE
+    for first in range(pid * LINES_AT_ONCE * LINE, cfg.PREFETCH, programs * LINES_AT_ONCE * LINE):
+        at = tl.minimum(first + lane, end - BYTES)
+        prefetch_l2(io.w2 + at // BYTES)
+
+
+@triton.jit
+def _walk_from_anchor(io, scratch, r, cfg: tl.constexpr):
+    m = r * cfg.STEPS
+    index = tl.load(scratch.link + m * cfg.CANDIDATES)
+    need, sure = 0.0, 0.0
+    if cfg.NOISE:
+        need = tl.load(scratch.link_need + m * cfg.CANDIDATES)
+        sure = tl.load(scratch.link_sure + m * cfg.CANDIDATES)
+    start = r * 0
+    anchor = load_anchor(io, r, r >= 0)
+    walk_row(io, scratch, r, start, anchor, index, need, sure, scratch.num_active, cfg)
+
+
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
-def chain_kernel(io, scratch, cfg: tl.constexpr):
-    chain_all(io, scratch, tl.program_id(0), tl.num_programs(0), scratch.num_active, cfg)
+def link_kernel(io, scratch, cfg: tl.constexpr):
+    """Links of all rows; the program that finishes a row's last one walks the row."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    parts: tl.constexpr = cfg.CANDIDATES // cfg.PREDECESSORS
+    per_row: tl.constexpr = cfg.STEPS * parts
+    for item in range(pid, io.rows * per_row, programs):
+        m, part = as_scalar(item) // parts, item % parts
+        r = m // cfg.STEPS
+        if load_slot(io, r, m % cfg.STEPS, True) >= 0:
+            link_item(io, scratch, m, part, cfg)
+        tl.debug_barrier()
+        if tl.atomic_add(scratch.links_left + r, 1, sem="acq_rel", scope="gpu") == per_row - 1:
+            tl.debug_barrier()
+            tl.store(scratch.links_left + r, 0)
+            _walk_from_anchor(io, scratch, r, cfg)
+    if cfg.PREFETCH > 0:
+        _prefetch_weights(io, pid, programs, cfg)
+
+
+@triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
+def passes_kernel(io, scratch, cfg: tl.constexpr):
+    """Passes over W2 until every row is settled; a cooperative launch."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    passes = as_scalar(0)
+    count = tl.load(scratch.num_active)
+    while count > 0:
+        check_all(io, scratch, pid, programs, count, cfg)
+        grid_barrier(scratch.arrivals)
+        passes += 1
+        settle_all(io, scratch, pid, programs, scratch.num_active + passes, cfg)
+        grid_barrier(scratch.arrivals)
+        count = tl.load(scratch.num_active + passes)
+    if pid == 0:
+        tl.store(scratch.passes, passes.to(tl.int64))
 
 
 @triton.jit(
@@ -92,13 +103,10 @@ def check_kernel(io, scratch, index, cfg: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["io", "scratch", "index", "checkers"],
-    do_not_specialize_on_alignment=["scratch"],
+    do_not_specialize=["io", "scratch", "index"], do_not_specialize_on_alignment=["scratch"]
 )
-def settle_kernel(io, scratch, index, checkers, cfg: tl.constexpr):
-    """After pass number ``index``, which ``checkers`` programs made."""
+def settle_kernel(io, scratch, index, cfg: tl.constexpr):
     count = tl.load(scratch.num_active + index)
     if count > 0:
         counter = scratch.num_active + index + 1
-        parts = num_parts(io, checkers, cfg)
-        settle_all(io, scratch, tl.program_id(0), tl.num_programs(0), parts, counter, cfg)
+        settle_all(io, scratch, tl.program_id(0), tl.num_programs(0), counter, cfg)

@@ -5,6 +5,8 @@ import triton.language as tl
 
 from fused_markov.kernels.noise import FP64_DOMAIN, row_state
 
+NO_ID = tl.constexpr(2147483647)
+
 
 @triton.jit
 def as_scalar(i):
@@ -45,6 +47,13 @@ def load_noise(io, r, s, slot, mask, cfg: tl.constexpr):
 
 
 @triton.jit
+def load_anchor(io, r, mask):
+    """Previous token of step 0, clamped into the vocabulary."""
+    anchor = tl.load(io.anchors + r.to(tl.int64) * io.anchor_row, mask=mask, other=0)
+    return tl.minimum(tl.maximum(anchor, 0), io.vocab_size - 1).to(tl.int32)
+
+
+@triton.jit
 def base_offset(io, r, s, cfg: tl.constexpr):
     """Offset of a base row, in int64: R * S * V passes 2**31."""
     at = r.to(tl.int64) * io.base_row + s.to(tl.int64) * io.base_step
@@ -68,3 +77,10 @@ def target_id(io, v, mask, cfg: tl.constexpr):
         return tl.load(io.id_map + v, mask=mask, other=0).to(tl.int32)
     else:
         return v
+
+
+@triton.jit
+def merge_best(best, best_id, other, other_id):
+    """The better of two scores and its id; the lower id where they are equal."""
+    take = (other > best) | ((other == best) & (other_id < best_id))
+    return tl.where(take, other, best), tl.where(take, other_id, best_id)

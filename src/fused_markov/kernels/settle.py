@@ -7,23 +7,23 @@ is final, and that step's own winner is too; the steps after it are guessed agai
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.chain import NO_ID, chain_row
-from fused_markov.kernels.check import merge_best
-from fused_markov.kernels.rows import as_scalar, load_slot
+from fused_markov.kernels.link import link_tokens
+from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, merge_best
+from fused_markov.kernels.walk import walk_row
 
-PARTS_AT_ONCE = tl.constexpr(512)
+TILES_AT_ONCE = tl.constexpr(512)
 
 
 @triton.jit
-def _winner(io, scratch, m, mask, parts, cfg: tl.constexpr):
-    """Best score and lowest id over all parts of the vocabulary of row-steps ``m`` [STEPS_P2]."""
-    dtype = tl.float64 if cfg.FP64 else tl.float32
-    best = tl.full([cfg.STEPS_P2], float("-inf"), dtype)
+def _winner(io, scratch, m, mask, cfg: tl.constexpr):
+    """Best score and lowest id over all tiles of row-steps ``m`` [STEPS_P2]."""
+    best = tl.full([cfg.STEPS_P2], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
     best_id = tl.full([cfg.STEPS_P2], NO_ID, tl.int32)
-    for first in range(0, parts, PARTS_AT_ONCE):
-        part = as_scalar(first) + tl.arange(0, PARTS_AT_ONCE)
-        at = part.to(tl.int64)[None, :] * (io.rows * cfg.STEPS) + m[:, None]
-        inside = mask[:, None] & (part < parts)[None, :]
+    tiles = tl.cdiv(io.vocab, cfg.BLOCK_V)
+    for first in range(0, tiles, TILES_AT_ONCE):
+        tile = as_scalar(first) + tl.arange(0, TILES_AT_ONCE)
+        at = tile.to(tl.int64)[None, :] * (io.rows * cfg.STEPS) + m[:, None]
+        inside = mask[:, None] & (tile < tiles)[None, :]
         z = tl.load(scratch.best + at, mask=inside, other=float("-inf"))
         ids = tl.load(scratch.best_id + at, mask=inside, other=NO_ID)
         top = tl.max(z, axis=1)
@@ -33,44 +33,52 @@ def _winner(io, scratch, m, mask, parts, cfg: tl.constexpr):
 
 
 @triton.jit
-def _at(values, s, i):
-    return tl.sum(tl.where(s == i, values, 0), axis=0)
+def _guess_again(io, scratch, r, start, prev, gated, counter, cfg: tl.constexpr):
+    """Guess row ``r`` from ``start`` on, after the known token ``prev``."""
+    row = tl.arange(0, 16)  # a matrix unit multiplies 16 rows at the least; all are the same
+    m = r * cfg.STEPS + start
+    index, need, sure = link_tokens(io, scratch, m, prev + 0 * row, cfg)
+    index = tl.max(index, axis=0)
+    need = tl.where(gated, tl.max(need, axis=0), float("-inf"))
+    sure = tl.where(gated, tl.max(sure, axis=0), float("-inf"))
+    walk_row(io, scratch, r, start, prev, index, need, sure, counter, cfg)
 
 
 @triton.jit
-def _settle_row(io, scratch, r, parts, counter, cfg: tl.constexpr):
+def _settle_row(io, scratch, r, counter, cfg: tl.constexpr):
     start = tl.load(scratch.start + r)
     if start < cfg.STEPS:
         s = tl.arange(0, cfg.STEPS_P2)
         inside = (s >= start) & (s < cfg.STEPS)
         live = inside & (load_slot(io, r + 0 * s, s, inside) >= 0)
         m = r * cfg.STEPS + s
-        best, token = _winner(io, scratch, m, live, parts, cfg)
+        best, token = _winner(io, scratch, m, live, cfg)
         token = tl.where(token == NO_ID, io.lowest_id, token)
-        sure = live | (s >= 0)
+        sure = s >= 0
         if cfg.NOISE:
+            # Where the best that passed the gate is not above it, something may have been missed.
             sure = best >= tl.load(scratch.sure + m, mask=live, other=float("-inf"))
         guess = tl.load(scratch.guess + m, mask=live, other=0)
         wrong = live & ((token != guess) | (sure == 0))
         first = tl.min(tl.where(wrong, s, cfg.STEPS), axis=0)
-        undecided = tl.sum(tl.where((s == first) & (sure == 0), 1, 0), axis=0)
-        end = tl.minimum(first + 1 - undecided, cfg.STEPS)
+        unsure = tl.sum(tl.where((s == first) & (sure == 0), 1, 0), axis=0)
+        end = tl.minimum(first + 1 - unsure, cfg.STEPS)
         done = live & (s < end)
         at = r.to(tl.int64) * io.token_row + s.to(tl.int64) * io.token_step
         tl.store(io.tokens + at, token, mask=done)
         tl.store(io.nonfinite + m, (tl.abs(best) < float("inf")) == 0, mask=done)
         if end < cfg.STEPS:
-            prev = _at(token, s, first)
-            if undecided > 0:
-                prev = tl.load(scratch.prev + r * cfg.STEPS + first)
-            ungated = tl.where(undecided > 0, first, -1)
-            chain_row(io, scratch, r, end, prev, ungated, counter, cfg)
+            if unsure > 0:
+                prev = tl.load(scratch.row_prev + r * cfg.STEPS + first)
+            else:
+                prev = tl.sum(tl.where(s == first, token, 0), axis=0)
+            _guess_again(io, scratch, r, end, prev, unsure == 0, counter, cfg)
         else:
             tl.store(scratch.start + r, end)
 
 
 @triton.jit
-def settle_all(io, scratch, pid, programs, parts, counter, cfg: tl.constexpr):
+def settle_all(io, scratch, pid, programs, counter, cfg: tl.constexpr):
     """This program's rows."""
     for r in range(pid, io.rows, programs):
-        _settle_row(io, scratch, as_scalar(r), parts, counter, cfg)
+        _settle_row(io, scratch, as_scalar(r), counter, cfg)

@@ -1,0 +1,93 @@
+"""Link: the exact best candidate of each step after each candidate of the step before.
+
+A product [PREDECESSORS, rank] x [rank, CANDIDATES] a work item, over candidates only. The guessed
+chain of a row is then a walk over its links.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_markov.kernels.logits import finish_logits
+from fused_markov.kernels.noise import gumbel, scores
+from fused_markov.kernels.rows import (
+    NO_ID,
+    base_offset,
+    load_anchor,
+    load_noise,
+    load_slot,
+    target_id,
+)
+
+
+@triton.jit
+def product(io, left, right, left_live, right_live, cfg: tl.constexpr):
+    """fp32 [len(left), len(right)] products of W1 rows ``left`` and W2 rows ``right``.
+
+    The rank goes in order, in steps of the matrix unit, whatever the tile: a sum's bits are the
+    same in every tile.
+    """
+    acc = tl.zeros([left.shape[0], right.shape[0]], tl.float32)
+    for k0 in tl.range(0, cfg.RANK_P2, cfg.BLOCK_K, num_stages=cfg.STAGES):
+        k = k0 + tl.arange(0, cfg.BLOCK_K)
+        a_mask, b_mask = left_live[:, None], right_live[:, None]
+        if cfg.RANK % cfg.BLOCK_K != 0:
+            a_mask = a_mask & (k < cfg.RANK)[None, :]
+            b_mask = b_mask & (k < cfg.RANK)[None, :]
+        a = tl.load(io.w1 + left[:, None] * cfg.RANK + k[None, :], mask=a_mask, other=0.0)
+        b = tl.load(io.w2 + right[:, None] * cfg.RANK + k[None, :], mask=b_mask, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def link_tokens(io, scratch, m, prev, cfg: tl.constexpr):
+    """Best candidate of row-step ``m`` after each token of ``prev``, and its gate.
+
+    Returns index into the candidates, need and sure, each like ``prev``.
+    """
+    r, s = m // cfg.STEPS, m % cfg.STEPS
+    c = tl.arange(0, cfg.CANDIDATES)
+    v = tl.load(scratch.candidates + m * cfg.CANDIDATES + c)
+    tid = target_id(io, v, v >= 0, cfg)
+    base = tl.load(io.base + base_offset(io, r, s, cfg) + v).to(tl.float32)
+    acc = product(io, prev, v, prev >= 0, v >= 0, cfg)
+    x = finish_logits(acc, base[None, :], io.scale, io.soft_cap, cfg)
+    temp = tl.full([], 0.0, tl.float32)
+    if cfg.NOISE:
+        slot = load_slot(io, r, s, True)
+        temp, state, state64 = load_noise(io, r, s, slot, slot >= 0, cfg)
+        z = scores(x, temp, gumbel(state, state64, tid, cfg.FP64)[None, :], cfg.FP64)
+    else:
+        z = tl.where(x == x, x, float("-inf"))
+    top = tl.max(z, axis=1)
+    token = tl.min(tl.where(z == top[:, None], tid[None, :], NO_ID), axis=1)
+    here = tid[None, :] == token[:, None]
+    index = tl.min(tl.where(here, c[None, :], cfg.CANDIDATES - 1), axis=1)
+    logit = tl.max(tl.where(here, x, float("-inf")), axis=1)
+    # What a token must be able to reach to matter in the check is a little less than the guess:
+    # the margin covers a last place of the guess's logit, were the check to round it otherwise.
+    margin = tl.abs(logit) / tl.where(temp == 0.0, 1.0, temp) * 0.015625 + 0.02
+    top = top.to(tl.float32)
+    closed = (tl.abs(top) < 3.0e38) & (margin < 3.0e38)
+    need = tl.where(closed, top - margin, float("-inf"))
+    sure = tl.where(closed, top - 0.5 * margin, float("-inf"))
+    return index, need, sure
+
+
+@triton.jit
+def link_item(io, scratch, m, part, cfg: tl.constexpr):
+    """Links of row-step ``m`` after the predecessors of one part."""
+    r, s = m // cfg.STEPS, m % cfg.STEPS
+    p = part * cfg.PREDECESSORS + tl.arange(0, cfg.PREDECESSORS)
+    # Before step 0 stands the anchor, after a padded step token 0, whatever the predecessor.
+    prev = load_anchor(io, r, s == 0) + 0 * p
+    if s > 0:
+        if load_slot(io, r, s - 1, True) >= 0:
+            v = tl.load(scratch.candidates + (m - 1) * cfg.CANDIDATES + p)
+            prev = target_id(io, v, v >= 0, cfg)
+    index, need, sure = link_tokens(io, scratch, m, prev, cfg)
+    at = m * cfg.CANDIDATES + p
+    tl.store(scratch.link + at, index)
+    if cfg.NOISE:
+        tl.store(scratch.link_need + at, need)
+        tl.store(scratch.link_sure + at, sure)

@@ -1,0 +1,111 @@
+"""The per-step engine's kernels: one launch a draft step over the vocabulary, and a small last one.
+
+A step's programs first take the winners that the step before left in parts, so that no launch in
+between is needed; nothing of a step is known to the host, and one compiled kernel serves them all.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_markov.kernels.check import NO_ID, check_tile, embeddings, merge_best, weights
+from fused_markov.kernels.rows import (
+    as_scalar,
+    base_offset,
+    cache_offset,
+    load_noise,
+    load_slot,
+)
+
+PARTS_AT_ONCE = tl.constexpr(64)
+
+
+@triton.jit
+def _load_step(io, r, in_batch, step, cfg: tl.constexpr):
+    """Records [BLOCK_M] of rows at a step, as `check_tile` wants them."""
+    slot = load_slot(io, r, step, in_batch)
+    live = slot >= 0
+    base = base_offset(io, r, step, cfg)
+    cache, temp, state, state64 = base, r, r, r
+    if cfg.CACHED:
+        cache = cache_offset(io, tl.where(live, slot, 0), step, cfg)
+    if cfg.NOISE:
+        temp, state, state64 = load_noise(io, r, step, slot, live, cfg)
+    return (r, live, base, cache, temp, state, state64)
+
+
+@triton.jit
+def _winner(io, scratch, r, in_batch, step, parts, cfg: tl.constexpr):
+    """Token (0 where padded) and score of rows [BLOCK_M] at a finished step."""
+    best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
+    best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
+    live = load_slot(io, r, step, in_batch) >= 0
+    half = (step % 2) * parts
+    for first in range(0, parts, PARTS_AT_ONCE):
+        part = as_scalar(first) + tl.arange(0, PARTS_AT_ONCE)
+        at = (half + part).to(tl.int64)[None, :] * io.rows + r[:, None]
+        inside = live[:, None] & (part < parts)[None, :]
+        z = tl.load(scratch.best + at, mask=inside, other=float("-inf"))
+        ids = tl.load(scratch.best_id + at, mask=inside, other=NO_ID)
+        top = tl.max(z, axis=1)
+        top_id = tl.min(tl.where(z == top[:, None], ids, NO_ID), axis=1)
+        best, best_id = merge_best(best, best_id, top, top_id)
+    token = tl.where(live, tl.where(best_id == NO_ID, io.lowest_id, best_id), 0)
+    return token, best, live
+
+
+@triton.jit
+def _write_winner(io, r, in_batch, step, token, best, live, cfg: tl.constexpr):
+    at = r.to(tl.int64) * io.token_row + step.to(tl.int64) * io.token_step
+    tl.store(io.tokens + at, token, mask=in_batch)
+    odd = live & ((tl.abs(best) < float("inf")) == 0)
+    tl.store(io.nonfinite + r * cfg.STEPS + step, odd, mask=in_batch)
+
+
+@triton.jit
+def _gate(best):
+    """What a token must be able to reach to replace ``best``; a little less, for rounding."""
+    best = best.to(tl.float32)
+    slack = tl.abs(best) * 1e-5 + 1e-3
+    return tl.where(tl.abs(best) < 3.0e38, best - slack, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["io", "scratch", "step"], do_not_specialize_on_alignment=["scratch"])
+def step_kernel(io, scratch, step, cfg: tl.constexpr):
+    """Draft step ``step`` of all rows; leaves a winner in each program's part of the vocabulary."""
+    pid = tl.program_id(0)
+    parts = tl.num_programs(0)
+    tiles = tl.cdiv(io.vocab, cfg.BLOCK_V)
+    lane = tl.arange(0, cfg.BLOCK_V)
+    for block in range(0, tl.cdiv(io.rows, cfg.BLOCK_M)):
+        r = as_scalar(block) * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
+        in_batch = r < io.rows
+        if step == 0:
+            anchor = tl.load(io.anchors + r.to(tl.int64) * io.anchor_row, mask=in_batch, other=0)
+            prev = tl.minimum(tl.maximum(anchor, 0), io.vocab_size - 1).to(tl.int32)
+        else:
+            prev, score, was_live = _winner(io, scratch, r, in_batch, step - 1, parts, cfg)
+            if pid == 0:
+                _write_winner(io, r, in_batch, step - 1, prev, score, was_live, cfg)
+        rows = _load_step(io, r, in_batch, step, cfg)
+        e = embeddings(io, prev, rows[1], cfg)
+        best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
+        best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
+        for tile in tl.range(pid, tiles, parts, num_stages=cfg.STAGES):
+            w = weights(io, tile * cfg.BLOCK_V + lane, cfg)
+            top, top_id = check_tile(io, as_scalar(tile), w, e, rows, _gate(best), cfg)
+            best, best_id = merge_best(best, best_id, top, top_id)
+        at = ((step % 2) * parts + pid).to(tl.int64) * io.rows + r
+        tl.store(scratch.best + at, best, mask=in_batch)
+        tl.store(scratch.best_id + at, best_id, mask=in_batch)
+
+
+@triton.jit(
+    do_not_specialize=["io", "scratch", "parts"], do_not_specialize_on_alignment=["scratch"]
+)
+def last_kernel(io, scratch, parts, cfg: tl.constexpr):
+    """The last step's tokens, out of the ``parts`` that its programs left."""
+    r = tl.program_id(0) * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
+    in_batch = r < io.rows
+    step = tl.program_id(0) * 0 + cfg.STEPS - 1
+    token, best, live = _winner(io, scratch, r, in_batch, step, parts, cfg)
+    _write_winner(io, r, in_batch, step, token, best, live, cfg)
