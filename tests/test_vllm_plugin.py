@@ -9,16 +9,21 @@ separated by ``os.pathsep``) and ``FUSED_MARKOV_VLLM_PYTHON`` a Python that has 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from fused_markov import DraftResult
 from fused_markov.integrations import vllm_versions
+from fused_markov.integrations.vllm_counters import POLL_STEPS, Counters
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src"
@@ -320,19 +325,46 @@ def test_a_draft_without_markov_head_is_left_to_vllm(tmp_path: Path) -> None:
     assert "fused-markov leaves object to vLLM: no Markov head" in out
 
 
+def test_counters(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps count where vLLM proposes, replayed ones too; a reason is logged once."""
+    counters = Counters(logging.getLogger("vllm.fused_markov"), torch.device("cpu"))
+    counters.proposed()  # nothing was decided yet
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    counters.took(DraftResult(tokens, tokens.bool(), "reference", torch.tensor(2)))
+    for _ in range(POLL_STEPS):
+        counters.proposed()
+    assert counters.steps == {"": POLL_STEPS}
+    assert counters.decided == {"": 1}
+    assert counters.passes == 2
+    for _ in range(3):
+        counters.left("a reason")
+        counters.proposed()
+    assert counters.steps == {"": POLL_STEPS, "a reason": 3}
+    assert [r.getMessage() for r in caplog.records] == [
+        "fused-markov leaves steps to vLLM: a reason"
+    ]
+
+
 # Decode steps of real files
+
+
+INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def installed(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks of a test that needs a Python with vLLM."""
+    test = pytest.mark.skipif(
+        "FUSED_MARKOV_VLLM_PYTHON" not in os.environ,
+        reason="FUSED_MARKOV_VLLM_PYTHON names no Python with vLLM",
+    )(test)
+    return pytest.mark.slow(pytest.mark.interpret(test))
 
 
 def compare(executable: str, arguments: list[str], path: list[str]) -> dict[str, dict[str, object]]:
     """Run vllm_plugin/compare.py in a process of its own; its cases."""
     result = subprocess.run(
         [executable, str(COMPARE), *arguments],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(path),
-        },
+        env={**os.environ, **INTERPRETED, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
         timeout=1200,
@@ -377,15 +409,26 @@ def test_unpacked_vllm(package: Path) -> None:
         assert all("greedy" in name for name in drafted)
 
 
-@pytest.mark.slow
-@pytest.mark.interpret
-@pytest.mark.skipif(
-    "FUSED_MARKOV_VLLM_PYTHON" not in os.environ,
-    reason="FUSED_MARKOV_VLLM_PYTHON names no Python with vLLM",
-)
+@installed
 def test_installed_vllm(tmp_path: Path) -> None:
     """vLLM's plugin loader loads ours, and its own classes draft the same with and without it."""
     entry_point(tmp_path)
     executable = os.environ["FUSED_MARKOV_VLLM_PYTHON"]
     cases = compare(executable, ["installed"], [str(tmp_path), str(SOURCE)])
     assert {name for name, case in cases.items() if case["drafted"]} == set(cases) - LEFT
+
+
+@installed
+def test_tensor_parallel_ranks_agree(tmp_path: Path) -> None:
+    entry_point(tmp_path)
+    script = COMPARE.with_name("tensor_parallel.py")
+    path = os.pathsep.join([str(tmp_path), str(SOURCE)])
+    result = subprocess.run(
+        [os.environ["FUSED_MARKOV_VLLM_PYTHON"], str(script)],
+        env={**os.environ, **INTERPRETED, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
+    assert "probabilistic: equal on 2 ranks" in result.stdout

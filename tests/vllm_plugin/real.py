@@ -16,20 +16,24 @@ from torch import nn
 _config: Any = None
 
 
-def config() -> Any:
-    """A vLLM configuration for a CPU, and a world of one process; made once."""
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def config(rank: int = 0, world: int = 1, port: int = 0) -> Any:
+    """A vLLM configuration for a CPU, and this process's place in its world; made once."""
     global _config
     if _config is None:
         from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
         _config = VllmConfig(device_config=DeviceConfig(device="cpu"))
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
         with set_current_vllm_config(_config):
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
-            initialize_model_parallel(1)
+            address = f"tcp://127.0.0.1:{port or free_port()}"
+            init_distributed_environment(world, rank, address, rank, "gloo")
+            initialize_model_parallel(world)
     return _config
 
 
@@ -69,6 +73,7 @@ def make_model(case: tiny.Case, seed: int) -> Any:
     ours = source.model.markov_head
     markov.markov_w1.weight.data.copy_(ours.markov_w1.weight)
     markov.markov_w2.weight.data[:width].copy_(ours.markov_w2.weight[:width])
-    model.lm_head.weight.data[:width].copy_(source.lm_head.weight[:width])
+    # Sharded over the tensor parallel ranks; the Markov head is not.
+    model.lm_head.weight_loader(model.lm_head.weight, source.lm_head.weight.data[:width])
     model.draft_id_to_target_id = source.draft_id_to_target_id
     return model.requires_grad_(False)

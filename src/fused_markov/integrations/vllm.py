@@ -5,7 +5,7 @@ nothing of vLLM: once vLLM itself imports its DSpark speculator, the class's ``l
 wrapped, and the draft model that it loads gets our sampling. Where that cannot be done, vLLM runs
 as it would without the plugin and one log line says why.
 
-Environment: ``FUSED_MARKOV=0`` switches the plugin off.
+Environment: ``FUSED_MARKOV=0`` switches the plugin off; ``FUSED_MARKOV_ENGINE`` names an engine.
 """
 
 from __future__ import annotations
@@ -65,6 +65,17 @@ def why_not() -> str | None:
     if vllm_versions.lookup(version) is None:
         return f"vLLM {version} is not one of the versions known ({vllm_versions.covered()})"
     return None
+
+
+def coverage() -> str:
+    """What the plugin does for the installed vLLM, in one line; imports nothing of vLLM."""
+    reason = why_not()
+    if reason is not None:
+        return f"left alone: {reason}"
+    version = vllm_version()
+    row = vllm_versions.lookup(version or "")
+    gap = None if row is None else vllm_versions.probabilistic_gap(row)
+    return f"vLLM {version}: " + ("covered" if gap is None else f"greedy drafts covered; {gap}")
 
 
 def install(module: ModuleType) -> None:

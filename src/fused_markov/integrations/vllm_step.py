@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_markov import noise
 from fused_markov.batch import DraftBatch, DraftResult
 from fused_markov.errors import FusedMarkovError
 from fused_markov.head import MarkovHead
 from fused_markov.integrations.vllm_counters import Counters
-from fused_markov.integrations.vllm_versions import VllmVersion
+from fused_markov.integrations.vllm_versions import VllmVersion, probabilistic_gap
 from fused_markov.sampler import DraftSampler
+
+ENGINE = "FUSED_MARKOV_ENGINE"  # names an engine to use instead of the sampler's own choice
 
 
 class VllmDrafter:
@@ -35,6 +37,7 @@ class VllmDrafter:
             self.head,
             max_rows=speculator.max_num_reqs,
             steps=speculator.num_speculative_steps,
+            engine=os.environ.get(ENGINE, "auto"),
             noise_dtype=torch.float64 if speculator.use_fp64_gumbel else torch.float32,
         )
         self.sampler.warmup()
@@ -44,7 +47,7 @@ class VllmDrafter:
         cls, speculator: Any, model: Any, version: VllmVersion, logger: logging.Logger
     ) -> VllmDrafter | None:
         """A drafter, or None with the reason logged where this draft model cannot have one."""
-        reason = why_not_model(model) or why_not_speculator(speculator, model, version)
+        reason = why_not_model(model) or why_not_speculator(speculator, version)
         if reason is None:
             try:
                 drafter = cls(speculator, model, version, logger)
@@ -216,7 +219,7 @@ def why_not_model(model: Any) -> str | None:
     head_dtype = getattr(processor, "head_dtype", None)
     if head_dtype is not None and head_dtype != w2.weight.dtype:
         return f"a {head_dtype} projection of {w2.weight.dtype} Markov weights"
-    if getattr(w2, "tp_size", 1) > 1:
+    if max(getattr(w1, "tp_size", 1), getattr(w2, "tp_size", 1)) > 1:
         return "a Markov head sharded over tensor parallel ranks"
     width = processor.org_vocab_size
     if getattr(model, "draft_id_to_target_id", None) is None and _target_vocab(w1) != width:
@@ -224,7 +227,7 @@ def why_not_model(model: Any) -> str | None:
     return None
 
 
-def why_not_speculator(speculator: Any, model: Any, version: VllmVersion) -> str | None:
+def why_not_speculator(speculator: Any, version: VllmVersion) -> str | None:
     """Why a speculator's whole way of drafting is left to vLLM, or None."""
     if getattr(speculator, "_draft_topk", None) is not None:
         return "drafts from the base logits' top candidates (dspark_draft_topk)"
@@ -234,13 +237,7 @@ def why_not_speculator(speculator: Any, model: Any, version: VllmVersion) -> str
         return f"anchors not at every {stride}th query"
     if stride < steps:
         return f"{stride} queries a request for {steps} draft steps"
-    if speculator.draft_logits is None:
-        return None
-    if version.cache != "logits":
-        return f"vLLM {version.series} caches tempered logits; greedy drafts are covered"
-    if version.stream != noise.STREAM:
-        return f"noise stream {version.stream} of vLLM {version.series}; greedy drafts are covered"
-    return None
+    return None if speculator.draft_logits is None else probabilistic_gap(version)
 
 
 def why_not_step(speculator: Any, num_reqs: int) -> str | None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+from fused_markov import noise
+
 SPECULATOR_MODULE = "vllm.v1.worker.gpu.spec_decode.dspark.speculator"
 SPECULATOR_CLASS = "DSparkSpeculator"
 
@@ -79,6 +81,15 @@ def lookup(version: str) -> VllmVersion | None:
 def covered() -> str:
     """The series of the table, for messages."""
     return ", ".join(row.series for row in TABLE)
+
+
+def probabilistic_gap(version: VllmVersion) -> str | None:
+    """Why a release's probabilistic drafts are left to vLLM (greedy ones are not), or None."""
+    if version.cache != "logits":
+        return f"vLLM {version.series} caches logits after temperature"
+    if version.stream != noise.STREAM:
+        return f"noise stream {version.stream} of vLLM {version.series} is not in the library"
+    return None
 
 
 def changed(module: ModuleType, version: VllmVersion) -> str | None:
