@@ -121,8 +121,9 @@ class MarkovHead:
         rows = embed.shape[0]
         embed = F.pad(embed, (0, 0, 0, -rows % CPU_ROWS))
         bias = embed.new_empty(embed.shape[0], high - low)
-        for tile, out in zip(embed.split(CPU_ROWS), bias.split(CPU_ROWS), strict=True):
-            torch.mm(tile, self.w2[low:high].T, out=out)
+        for top in range(0, rows, CPU_ROWS):
+            tile = slice(top, top + CPU_ROWS)
+            torch.mm(embed[tile], self.w2[low:high].T, out=bias[tile])
         return self.transform(bias[:rows])
 
     def transform(self, bias: Tensor) -> Tensor:

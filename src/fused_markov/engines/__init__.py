@@ -53,6 +53,8 @@ class Engine(Protocol):
 
 def engine_types() -> dict[str, type[Engine]]:
     """Every engine by name, the preferred first."""
+    from fused_markov.engines.cpu import CpuEngine
     from fused_markov.engines.loop import LoopEngine
 
-    return {e.name: e for e in (LoopEngine,)}
+    engines: tuple[type[Engine], ...] = (CpuEngine, LoopEngine)
+    return {e.name: e for e in engines}

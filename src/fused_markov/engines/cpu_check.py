@@ -1,0 +1,156 @@
+"""The search for the best score of each pair, block by block of the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_markov import noise
+from fused_markov.engines.cpu_guess import RUNS_AT_ONCE
+from fused_markov.engines.cpu_noise import RUN, NoiseGate
+from fused_markov.head import MarkovHead
+
+# Tokens whose exact noise is computed at a time: some forty operations on int64.
+SCORES_AT_ONCE = 1 << 14
+
+_NO_ID = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """n (row, step) pairs whose logits are computed together; tensors are ``[n]`` but ``embed``.
+
+    Attributes:
+        row, step, slot: where they stand in the batch and the cache.
+        embed: ``[n, r]`` w1 rows of their predecessors.
+        temp: fp32 temperature; 0 is greedy.
+        state: int32 hash states. seed, position: int64.
+        floor: a score that the best one is expected to reach; -inf where nothing is known.
+        rows: the batch's rows where the pairs are all steps of successive rows; else None.
+    """
+
+    row: Tensor
+    step: Tensor
+    slot: Tensor
+    embed: Tensor
+    temp: Tensor
+    state: Tensor
+    seed: Tensor
+    position: Tensor
+    floor: Tensor
+    rows: slice | None
+
+
+class Best:
+    """The best score so far of each of n pairs, and the lowest target id that has it."""
+
+    def __init__(self, head: MarkovHead, gate: NoiseGate, pairs: Pairs) -> None:
+        self._head, self._gate, self._pairs = head, gate, pairs
+        ids = head.id_map
+        self._ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
+        count = pairs.row.numel()
+        # With no score above -inf the token is the lowest candidate.
+        self._score = torch.full((count,), -torch.inf, dtype=gate.noise_dtype)
+        self._id = torch.full((count,), 0 if ids is None else int(ids.min()))
+        self._greedy = (pairs.temp == 0).nonzero().squeeze(1)
+        self._sampled = (pairs.temp != 0).nonzero().squeeze(1)
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``[n]`` target ids; whether their scores are finite; whether they are surely the best.
+
+        What the gate let through is all that reaches the floor: the best of it is the best of all
+        if it does. Else the pair must be checked again, without a floor.
+        """
+        self._score_waiting()
+        sure = (self._pairs.temp == 0) | (self._score >= self._pairs.floor)
+        return self._id, self._score.isfinite(), sure
+
+    def update(self, logits: Tensor, low: int) -> None:
+        """Take in the block of logits ``[n, width]`` of candidates from ``low`` on."""
+        short = -logits.shape[1] % RUN
+        if short:
+            logits = F.pad(logits, (0, short), value=-torch.inf)
+        runs = logits.view(logits.shape[0], -1, RUN)
+        tops = runs.amax(dim=2)
+        if tops.isnan().any():  # NaN counts as -inf
+            runs = torch.where(runs.isnan(), -torch.inf, runs)
+            tops = runs.amax(dim=2)
+        if self._greedy.numel():
+            self._update_greedy(runs, tops, low)
+        if self._sampled.numel():
+            self._update_sampled(runs, tops, low)
+
+    def _update_greedy(self, runs: Tensor, tops: Tensor, low: int) -> None:
+        pair = self._greedy
+        tops = tops[pair]
+        best = tops.amax(dim=1, keepdim=True)
+        if self._ascending:
+            run = _first(tops == best)
+            place = _first(runs[pair, run] == best)
+            found = self._target(low + run * RUN + place)
+        else:
+            of, run = (tops == best).nonzero(as_tuple=True)
+            i, place = (runs[pair[of], run] == best[of]).nonzero(as_tuple=True)
+            ids = self._target(low + run[i] * RUN + place)
+            found = torch.full_like(pair, _NO_ID).scatter_reduce_(0, of[i], ids, "amin")
+        self._merge(pair, best.squeeze(1).to(self._score.dtype), found)
+
+    def _update_sampled(self, runs: Tensor, tops: Tensor, low: int) -> None:
+        pair, pairs = self._sampled, self._pairs
+        floor = pairs.floor[pair].double().unsqueeze(1)
+        tempered = (tops[pair].float() / pairs.temp[pair].unsqueeze(1)).double()
+        # The margin: the roundings of the sum, of the noise and of the uniform.
+        need = floor - tempered - (1e-3 + 1e-6 * floor.abs().nan_to_num(posinf=0.0))
+        of, run = ((need <= self._gate.most) & (tempered > -torch.inf)).nonzero(as_tuple=True)
+        limit = self._gate.limit(need[of, run])
+        pair = pair[of]
+        for at in range(0, pair.numel(), RUNS_AT_ONCE):
+            part = slice(at, at + RUNS_AT_ONCE)
+            rank = self._gate.ranks(pairs.state[pair[part]], run[part] + low // RUN)
+            some = (rank.amin(dim=1) <= limit[part]).nonzero().squeeze(1)
+            i, place = (rank[some] <= limit[part][some].unsqueeze(1)).nonzero(as_tuple=True)
+            of_hit, run_hit = pair[part][some[i]], run[part][some[i]]
+            logits = runs[of_hit, run_hit, place]
+            self._waiting.append((of_hit, low + run_hit * RUN + place, logits))
+            if sum(x[0].numel() for x in self._waiting) >= SCORES_AT_ONCE:
+                self._score_waiting()
+
+    def _score_waiting(self) -> None:
+        """Compute the exact scores of the tokens that passed the gate."""
+        if not self._waiting:
+            return
+        waiting = [torch.cat(x) for x in zip(*self._waiting, strict=True)]
+        self._waiting.clear()
+        for at in range(0, waiting[0].numel(), SCORES_AT_ONCE):
+            pair, candidate, logits = (x[at : at + SCORES_AT_ONCE] for x in waiting)
+            self._score_some(pair, self._target(candidate), logits)
+
+    def _score_some(self, pair: Tensor, ids: Tensor, logits: Tensor) -> None:
+        pairs, dtype = self._pairs, self._score.dtype
+        # The very operations of the reference, on a few tokens of each of its rows.
+        state = (pairs.seed[pair], pairs.step[pair], pairs.position[pair])
+        score = (logits.float() / pairs.temp[pair]).to(dtype) + noise.gumbel(*state, ids, dtype)
+        best = torch.full_like(self._score, -torch.inf).scatter_reduce_(0, pair, score, "amax")
+        tied = torch.where(score == best[pair], ids, _NO_ID)
+        found = torch.full_like(self._id, _NO_ID).scatter_reduce_(0, pair, tied, "amin")
+        self._merge(torch.arange(best.numel()), best, found)
+
+    def _merge(self, pair: Tensor, score: Tensor, ids: Tensor) -> None:
+        old, old_id = self._score[pair], self._id[pair]
+        better = (score > old) | ((score == old) & (ids < old_id))
+        self._score[pair] = torch.where(better, score, old)
+        self._id[pair] = torch.where(better, ids, old_id)
+
+    def _target(self, candidate: Tensor) -> Tensor:
+        """Target ids; the padding behind the last candidate stands for that one."""
+        return self._head.target_ids(candidate.clamp_max(self._head.draft_vocab - 1))
+
+
+def _first(mask: Tensor) -> Tensor:
+    """``[n]`` column of the first True of each row."""
+    columns = torch.arange(mask.shape[1])
+    return torch.where(mask, columns, mask.shape[1] - 1).amin(dim=1)

@@ -1,0 +1,184 @@
+"""Guesses of the chain for the CPU engine: a few candidates a step, then the best in turn.
+
+Nothing here needs to be exact: a wrong guess costs another pass over W2, never a wrong token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_markov.batch import DraftBatch
+from fused_markov.engines.cpu_noise import RUN, NoiseGate
+from fused_markov.head import MarkovHead
+
+# Candidates kept a step.
+CANDIDATES = 96
+
+# With Gumbel noise, e**c tokens on average score above logsumexp - c whatever the logits are. The
+# logsumexp of the runs' largest logits, taken for that of all, is too low, so more than 55 do.
+REACH = 4.0
+
+# A token this far behind wins once in e**(NEED + REACH) draws: not worth its hash in a guess.
+NEED = 12.0
+
+# Runs hashed at a time: two int32 slices of 256 KiB stay in the second-level cache.
+RUNS_AT_ONCE = 512
+
+# Rows whose candidates' w2 rows are gathered at a time.
+ROWS_AT_ONCE = 32
+
+
+class Candidates:
+    """The candidates of every row and step, by their base logits and noise.
+
+    Attributes:
+        index: int64 ``[R, S, K]`` rows of w2.
+        base: ``[R, S, K]`` their base logits; -inf in unused places.
+        noise: fp32 ``[R, S, K]``; 0 for greedy steps.
+    """
+
+    def __init__(
+        self,
+        head: MarkovHead,
+        gate: NoiseGate,
+        batch: DraftBatch,
+        dtype: torch.dtype,
+        temp: Tensor,
+        state: Tensor,
+        live: Tensor,
+    ) -> None:
+        """``temp`` (0: greedy), ``state``, ``live`` are ``[R, S]``; ``dtype`` is the logits'."""
+        self._head, self._gate, self._dtype = head, gate, dtype
+        self._logits = batch.base_logits[:, :, : head.draft_vocab]
+        self._whole = head.draft_vocab // RUN
+        shape = (*live.shape, min(CANDIDATES, head.draft_vocab))
+        self.index = torch.zeros(shape, dtype=torch.int64)
+        self.base = torch.full(shape, -torch.inf, dtype=self._logits.dtype)
+        self.noise = torch.zeros(shape)
+        self._temp = torch.where(temp == 0, 1.0, temp)
+        tops = self._largest_of_runs(live)
+        self._greedy(tops, *(live & (temp == 0)).nonzero(as_tuple=True))
+        self._sampled(tops, state, *(live & (temp != 0)).nonzero(as_tuple=True))
+
+    def _whole_runs(self) -> Tensor:
+        """The base logits as ``[R, S, whole runs, RUN]``, without a copy."""
+        size = (*self._logits.shape[:2], self._whole, RUN)
+        return self._logits[:, :, : self._whole * RUN].view(size)
+
+    def _last_run(self, row: Tensor, step: Tensor) -> Tensor:
+        """``[n, RUN]`` the logits after the whole runs, then -inf."""
+        rest = self._logits[row, step, self._whole * RUN :]
+        return F.pad(rest, (0, RUN - rest.shape[1]), value=-torch.inf)
+
+    def _largest_of_runs(self, live: Tensor) -> Tensor:
+        """fp32 ``[R, S, runs]``: the largest base logit of each run; -inf where one is NaN."""
+        runs = -(-self._head.draft_vocab // RUN)
+        tops = torch.full((*live.shape, runs), -torch.inf)
+        whole = self._whole_runs()
+        for row in live.any(dim=1).nonzero().flatten().tolist():
+            tops[row, :, : self._whole] = whole[row].amax(2)
+            if self._whole < runs:
+                tops[row, :, self._whole] = self._logits[row, :, self._whole * RUN :].amax(1)
+        return tops.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+
+    def _greedy(self, tops: Tensor, row: Tensor, step: Tensor) -> None:
+        """The largest base logits: they lie in the runs with the largest maxima."""
+        count = min(self.index.shape[2], tops.shape[2])
+        for part in _slices(row.numel(), ROWS_AT_ONCE):
+            r, s = row[part], step[part]
+            run = tops[r, s].topk(count, dim=1, sorted=False).indices
+            logits = self._logits.new_empty(r.numel(), count, RUN)
+            inside = run < self._whole
+            i, j = inside.nonzero(as_tuple=True)
+            logits[i, j] = self._whole_runs()[r[i], s[i], run[i, j]]
+            i, j = (~inside).nonzero(as_tuple=True)
+            logits[i, j] = self._last_run(r[i], s[i])
+            logits.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+            best = logits.flatten(1).topk(self.index.shape[2], dim=1, sorted=False)
+            self.index[r, s] = run.gather(1, best.indices // RUN) * RUN + best.indices % RUN
+            self.base[r, s] = best.values
+
+    def _sampled(self, tops: Tensor, state: Tensor, row: Tensor, step: Tensor) -> None:
+        """The best noised base logits among the tokens whose noise brings them near the top."""
+        if not row.numel():
+            return
+        temp = self._temp[row, step]
+        scaled = tops[row, step] / temp.unsqueeze(1)
+        floor = torch.logsumexp(scaled, dim=1) - REACH
+        need = floor.unsqueeze(1) - scaled
+        pair, run = (need < NEED).nonzero(as_tuple=True)
+        limit = self._gate.limit(need[pair, run].double()).unsqueeze(1)
+        found = []
+        for part in _slices(pair.numel(), RUNS_AT_ONCE):
+            rank = self._gate.ranks(state[row, step][pair[part]], run[part])
+            i, j = (rank <= limit[part]).nonzero(as_tuple=True)
+            of, column, rank = pair[part][i], run[part][i] * RUN + j, rank[i, j]
+            inside = column < self._logits.shape[2]
+            of, column, rank = of[inside], column[inside], rank[inside]
+            base = self._logits[row[of], step[of], column]
+            g = self._gate.approximate(rank)
+            score = base.float() / temp[of] + g
+            near = score >= floor[of]
+            found.append((of[near], column[near], base[near], g[near], score[near]))
+        if found:
+            self._keep_best(row, step, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def _keep_best(
+        self,
+        row: Tensor,
+        step: Tensor,
+        of: Tensor,
+        column: Tensor,
+        base: Tensor,
+        g: Tensor,
+        score: Tensor,
+    ) -> None:
+        """The best finds of each (row, step); ``of`` names a find's place in ``row, step``."""
+        order = score.argsort(descending=True)
+        order = order[of[order].argsort(stable=True)]
+        of, column, base, g = of[order], column[order], base[order], g[order]
+        first = torch.searchsorted(of, torch.arange(row.numel()))
+        place = torch.arange(of.numel()) - first[of]
+        kept = place < self.index.shape[2]
+        at = (row[of][kept], step[of][kept], place[kept])
+        self.index[at], self.base[at], self.noise[at] = column[kept], base[kept], g[kept]
+
+    def best_after(self, prev: Tensor, row: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """The best candidates after known predecessors.
+
+        Args:
+            prev: ``[n]`` target ids. row, step: ``[n]`` which steps.
+
+        Returns:
+            ``[n]`` target ids, and ``[n]`` fp32 scores that theirs are at least, or -inf.
+        """
+        parts = [
+            self._best_after(prev[part], row[part], step[part])
+            for part in _slices(row.numel(), ROWS_AT_ONCE)
+        ]
+        token, floor = (torch.cat(x) for x in zip(*parts, strict=True))
+        return token, floor
+
+    def _best_after(self, prev: Tensor, row: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        head, temp = self._head, self._temp[row, step].unsqueeze(1)
+        index, base, g = self.index[row, step], self.base[row, step], self.noise[row, step]
+        bias = torch.bmm(head.w2[index].float(), head.w1[prev].float().unsqueeze(2)).squeeze(2)
+        # Rounded as the logits will be: they tie, or lose, by their last place.
+        bias = head.transform(bias.to(head.dtype))
+        score = (base + bias).to(self._dtype).float() / temp + g
+        score = score.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+        best = score.amax(dim=1, keepdim=True)
+        ids = head.target_ids(index)
+        token, place = torch.where(score == best, ids, torch.iinfo(torch.int64).max).min(dim=1)
+        # The sum may round the other way in the product: one place of the bias and of the logit.
+        eps = max(torch.finfo(d).eps for d in (head.dtype, base.dtype, self._dtype))
+        size = base.float().abs() + 2 * bias.float().abs()
+        slack = 2 * eps * (size / temp).gather(1, place.unsqueeze(1)) + 1e-5 * best.abs() + 1e-3
+        floor = (best - slack).squeeze(1)
+        return token, torch.where(floor.isfinite(), floor, -torch.inf)
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(low, low + size) for low in range(0, length, size)]
