@@ -13,19 +13,21 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dspark.speculator"
 ESTIMATOR = "vllm.v1.worker.gpu.spec_decode.acceptance_estimator"
 
 
-@triton.jit
-def log1p(x):
-    """Stands for libdevice's, which the interpreter lacks."""
-    return tl.log(1.0 + x)
+def log1p(x: Any) -> Any:
+    """libdevice's, which the interpreter lacks, in numpy."""
+    handle = x.handle
+    return tl.tensor(TensorHandle(np.log1p(handle.data), handle.dtype), x.type)
 
 
 class DFlashSpeculator:
