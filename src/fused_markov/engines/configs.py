@@ -26,6 +26,7 @@ class OnePassConfig:
         stages: software pipelining over the rank.
         check_warps: warps of a checking program.
         programs_per_sm: checking programs resident on a multiprocessor.
+        check_registers: most registers of a thread of theirs, so that they fit.
     """
 
     max_row_steps: int
@@ -42,12 +43,31 @@ class OnePassConfig:
     stages: int
     check_warps: int
     programs_per_sm: int
+    check_registers: int
+
+
+@dataclass(frozen=True)
+class PerStepConfig:
+    """How the per-step engine runs up to ``max_rows`` rows; fields as in `OnePassConfig`."""
+
+    max_rows: int
+    block_m: int
+    block_v: int
+    block_k: int
+    stages: int
+    num_warps: int
+    programs_per_sm: int
 
 
 MB = 1 << 20
 
 HOPPER = (
-    OnePassConfig(16, 32, 1, 4096, 4, 16, 4, 24 * MB, 16, 128, 64, 3, 4, 3),
-    OnePassConfig(64, 32, 4, 1024, 4, 32, 4, 24 * MB, 64, 128, 64, 3, 4, 3),
-    OnePassConfig(1 << 30, 32, 8, 512, 4, 64, 4, 24 * MB, 64, 128, 64, 3, 4, 3),
+    OnePassConfig(16, 32, 1, 4096, 4, 16, 4, 24 * MB, 16, 128, 64, 3, 4, 3, 168),
+    OnePassConfig(64, 32, 4, 1024, 4, 32, 4, 24 * MB, 64, 128, 64, 3, 4, 3, 168),
+    OnePassConfig(1 << 30, 32, 8, 512, 4, 64, 4, 24 * MB, 64, 128, 64, 3, 4, 3, 168),
+)
+
+PER_STEP = (
+    PerStepConfig(16, 16, 128, 64, 3, 4, 2),
+    PerStepConfig(1 << 30, 64, 128, 64, 3, 8, 1),
 )

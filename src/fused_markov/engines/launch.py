@@ -30,6 +30,24 @@ def why_not_triton(head: MarkovHead) -> str | None:
     return None
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device; a few on the CPU, where the interpreter runs."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def block_v(configured: int, head: MarkovHead) -> int:
+    """Candidates a tile, where the configured number is for rows of W2 of up to 512 bytes."""
+    row_bytes = triton.next_power_of_2(head.rank) * head.w2.element_size()
+    return max(16, configured * 512 // max(row_bytes, 512))
+
+
+def block_k(configured: int, head: MarkovHead) -> int:
+    """Part of the rank that a tile multiplies at a time; a matrix unit takes 16 at the least."""
+    return min(configured, max(16, triton.next_power_of_2(head.rank)))
+
+
 @dataclass(frozen=True)
 class HeadData:
     """What the kernels read of a head beside its weights."""

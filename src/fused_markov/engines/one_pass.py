@@ -9,7 +9,15 @@ from torch import Tensor
 from fused_markov.batch import DraftBatch, DraftResult
 from fused_markov.engines import Plan
 from fused_markov.engines.configs import CANDIDATES, HOPPER, OnePassConfig
-from fused_markov.engines.launch import head_data, make_inputs, make_shape, why_not_triton
+from fused_markov.engines.launch import (
+    block_k,
+    block_v,
+    head_data,
+    make_inputs,
+    make_shape,
+    multiprocessors,
+    why_not_triton,
+)
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Scratch, Shape
 from fused_markov.kernels.one_pass import (
@@ -41,10 +49,7 @@ class OnePassEngine:
         on_gpu = head.device.type == "cuda"
         self._on_nvidia = on_gpu and torch.version.hip is None
         self._cooperative = self._on_nvidia if cooperative is None else cooperative
-        self._multiprocessors = 4
-        if on_gpu:
-            properties = torch.cuda.get_device_properties(head.device)
-            self._multiprocessors = properties.multi_processor_count
+        self._multiprocessors = multiprocessors(head.device)
         self._data = head_data(head)
         self._scratch = _allocate(head, plan, configs)
         device = head.device
@@ -91,8 +96,8 @@ class OnePassEngine:
             PREDECESSORS=config.predecessors,
             PREFETCH=config.prefetch if self._on_nvidia else 0,
             BLOCK_M=config.block_m,
-            BLOCK_V=block_v(config, self._head),
-            BLOCK_K=min(config.block_k, max(16, triton.next_power_of_2(self._head.rank))),
+            BLOCK_V=block_v(config.block_v, self._head),
+            BLOCK_K=block_k(config.block_k, self._head),
             STAGES=config.stages,
         )
 
@@ -108,7 +113,12 @@ class OnePassEngine:
         warps = config.check_warps
         if self._cooperative:
             passes_kernel[(programs,)](
-                io, scratch, shape, num_warps=warps, launch_cooperative_grid=True
+                io,
+                scratch,
+                shape,
+                num_warps=warps,
+                maxnreg=config.check_registers,
+                launch_cooperative_grid=True,
             )
             return
         for index in range(shape.PASSES):
@@ -119,15 +129,9 @@ class OnePassEngine:
         """Compile what the plan can run."""
 
 
-def block_v(config: OnePassConfig, head: MarkovHead) -> int:
-    """Candidates a tile: the configured number is for 512 bytes a row of W2."""
-    row_bytes = max(16, triton.next_power_of_2(head.rank)) * head.w2.element_size()
-    return max(16, config.block_v * 512 // max(row_bytes, 512))
-
-
 def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) -> Scratch:
     m, device = plan.max_rows * plan.steps, head.device
-    tiles = max(triton.cdiv(head.draft_vocab, block_v(c, head)) for c in configs)
+    tiles = max(triton.cdiv(head.draft_vocab, block_v(c.block_v, head)) for c in configs)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)

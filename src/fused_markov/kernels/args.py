@@ -70,6 +70,13 @@ class Scratch(NamedTuple):
     passes: Any  # [1] int64 result: passes over W2
 
 
+class StepScratch(NamedTuple):
+    """The per-step engine's working memory, in two halves that steps use in turn."""
+
+    best: Any  # [2 * programs, R] fp32 or fp64 best score in each program's part of the vocabulary
+    best_id: Any  # [2 * programs, R] int32 their target ids
+
+
 class Shape(NamedTuple):
     """Everything the compiler must know: the kind of problem and the tile sizes."""
 
@@ -90,16 +97,16 @@ class Shape(NamedTuple):
     LOGIT: Any  # dtype of base + bias
     CACHE: Any  # dtype logits are kept in
     PASSES: int  # most passes a launch can need
-    # guess
-    CANDIDATES: int  # C, a row-step
-    CHUNKS: int  # parts of the vocabulary, each guessed by one work item
-    GUESS_M: int  # row-steps a work item looks at side by side
-    LANES: int  # tokens a work item looks at side by side
-    # link
-    PREDECESSORS: int  # candidates of the step before that a work item links
-    PREFETCH: int  # bytes of W2 that the link launch asks L2 for, for the check to find
-    # check
-    BLOCK_M: int  # row-steps a tile
-    BLOCK_V: int  # candidates a tile
+    # a tile of logits
+    BLOCK_M: int  # row-steps
+    BLOCK_V: int  # candidates
     BLOCK_K: int  # part of the rank multiplied at a time
     STAGES: int  # software pipelining over the rank
+    # guess
+    CANDIDATES: int = 0  # C, a row-step
+    CHUNKS: int = 0  # parts of the vocabulary, each guessed by one work item
+    GUESS_M: int = 0  # row-steps a work item looks at side by side
+    LANES: int = 0  # tokens a work item looks at side by side
+    # link
+    PREDECESSORS: int = 0  # candidates of the step before that a work item links
+    PREFETCH: int = 0  # bytes of W2 that the link launch asks L2 for, for the check to find

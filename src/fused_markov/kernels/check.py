@@ -11,7 +11,7 @@ import triton.language as tl
 from fused_markov.kernels.link import product
 from fused_markov.kernels.logits import finish_logits
 from fused_markov.kernels.noise import bound_terms, gumbel, mix_key, reach, scores
-from fused_markov.kernels.rows import NO_ID, as_scalar, below_vocab, target_id
+from fused_markov.kernels.rows import NO_ID, as_scalar, below_vocab, merge_best, target_id
 
 
 @triton.jit
@@ -39,32 +39,40 @@ def _load_rows(scratch, block, count, cfg: tl.constexpr):
 
 
 @triton.jit
+def gate(best):
+    """What a token must be able to reach to beat ``best``: a little less, for rounding."""
+    best = best.to(tl.float32)
+    finite = tl.abs(best) < 3.0e38
+    # Finite from below, so that a logit of -inf never passes.
+    return tl.maximum(tl.where(finite, best - tl.abs(best) * 1e-5 - 1e-3, best), -3.0e38)
+
+
+@triton.jit
 def _best_gated(x, rows, tid, cfg: tl.constexpr):
     """Best score and id of each row among the tokens whose reach is at least the row's need.
 
-    Mostly none or one passes in a row's part of a tile; then one score a row is computed exactly.
-    Where a row has more, all of the tile is.
+    Few pass, mostly none in a row's part of a tile. Each round takes every row's furthest reaching
+    token, computes its score exactly, and asks the others to reach that.
     """
-    _, _, _, _, temp, need, state, state64 = rows
+    temp, need, state, state64 = rows[4], rows[5], rows[6], rows[7]
     best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
     best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
     key = mix_key(tid.to(tl.uint32))
-    over = reach(x, bound_terms(temp), state, state64, key, cfg.FP64) - need[:, None]
-    # A NaN is not over; max ignores it beside numbers, and the comparison drops it alone.
-    if tl.max(tl.max(over, axis=1), axis=0) >= 0.0:
-        passing = over >= 0.0
-        if tl.max(tl.sum(passing.to(tl.int32), axis=1), axis=0) == 1:
-            best_id = tl.min(tl.where(passing, tid[None, :], NO_ID), axis=1)
-            logit = tl.max(tl.where(passing, x, float("-inf")), axis=1)
-            z = scores(logit, temp, gumbel(state, state64, best_id, cfg.FP64), cfg.FP64)
-            best = tl.where(best_id < NO_ID, z, best)
-        else:
-            noise = gumbel(state[:, None], state64[:, None], tid[None, :], cfg.FP64)
-            z = scores(x, temp[:, None], noise, cfg.FP64)
-            z = tl.where(passing, z, float("-inf"))
-            best = tl.max(z, axis=1)
-            winner = (z == best[:, None]) & passing
-            best_id = tl.min(tl.where(winner, tid[None, :], NO_ID), axis=1)
+    far = reach(x, bound_terms(temp), state, state64, key, cfg.FP64)
+    # Not-a-number is ignored by max beside numbers, and passes no comparison alone.
+    while tl.max(tl.max(far - need[:, None], axis=1), axis=0) >= 0.0:
+        top = tl.max(far, axis=1)
+        active = top >= need
+        furthest = (far == top[:, None]) & active[:, None]
+        token = tl.min(tl.where(furthest, tid[None, :], NO_ID), axis=1)
+        here = tid[None, :] == token[:, None]
+        logit = tl.max(tl.where(here, x, float("-inf")), axis=1)
+        z = scores(logit, temp, gumbel(state, state64, token, cfg.FP64), cfg.FP64)
+        best, best_id = merge_best(best, best_id, tl.where(active, z, float("-inf")), token)
+        # Without noise the first round's token is the row's: the lowest id of the largest logits.
+        raised = tl.where(temp == 0.0, float("inf"), tl.maximum(need, gate(best)))
+        need = tl.where(active, raised, need)
+        far = tl.where(here, float("-inf"), far)
     return best, best_id
 
 

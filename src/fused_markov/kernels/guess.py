@@ -6,12 +6,12 @@ Arithmetic is approximate here. A guess decides only how many passes the check n
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.fill import fill_unmapped
 from fused_markov.kernels.noise import bound_terms, mix_key, reach
 from fused_markov.kernels.rows import (
     as_scalar,
     base_offset,
     below_vocab,
-    cache_offset,
     load_noise,
     load_slot,
     target_id,
@@ -78,29 +78,11 @@ def _guess_item(io, scratch, item, cfg: tl.constexpr):
 
 
 @triton.jit
-def _fill_unmapped(io, pid, programs, cfg: tl.constexpr):
-    """-inf into the cache columns that no candidate maps to."""
-    WIDTH: tl.constexpr = 1024
-    parts = tl.cdiv(io.num_fill, WIDTH)
-    for item in range(pid, io.rows * cfg.STEPS * parts, programs):
-        m, part = as_scalar(item) // parts, item % parts
-        r, s = m // cfg.STEPS, m % cfg.STEPS
-        slot = load_slot(io, r, s, True)
-        if slot >= 0:
-            i = part * WIDTH + tl.arange(0, WIDTH)
-            mask = i < io.num_fill
-            hole = tl.load(io.holes + i, mask=mask & (i < io.num_holes), other=0)
-            column = tl.where(i < io.num_holes, hole, io.fill_from + i - io.num_holes)
-            row = io.cache + cache_offset(io, slot, s, cfg)
-            lowest = tl.full([WIDTH], float("-inf"), tl.float32).to(cfg.CACHE)
-            tl.store(row + column, lowest, mask=mask)
-
-
-@triton.jit
 def guess_all(io, scratch, pid, programs, cfg: tl.constexpr):
     """This program's share of the guess."""
     blocks = tl.cdiv(io.rows * cfg.STEPS, cfg.GUESS_M)
     for item in range(pid, blocks * cfg.CHUNKS, programs):
         _guess_item(io, scratch, as_scalar(item), cfg)
     if cfg.FILL:
-        _fill_unmapped(io, pid, programs, cfg)
+        for m in range(pid, io.rows * cfg.STEPS, programs):
+            fill_unmapped(io, as_scalar(m) // cfg.STEPS, as_scalar(m) % cfg.STEPS, cfg)

@@ -7,35 +7,25 @@ between is needed; nothing of a step is known to the host, and one compiled kern
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.check import NO_ID, check_tile, embeddings, merge_best, weights
+from fused_markov.kernels.check import check_tile, gate
+from fused_markov.kernels.fill import fill_unmapped
 from fused_markov.kernels.rows import (
+    NO_ID,
     as_scalar,
     base_offset,
     cache_offset,
+    load_anchor,
     load_noise,
     load_slot,
+    merge_best,
 )
 
-PARTS_AT_ONCE = tl.constexpr(64)
-
-
-@triton.jit
-def _load_step(io, r, in_batch, step, cfg: tl.constexpr):
-    """Records [BLOCK_M] of rows at a step, as `check_tile` wants them."""
-    slot = load_slot(io, r, step, in_batch)
-    live = slot >= 0
-    base = base_offset(io, r, step, cfg)
-    cache, temp, state, state64 = base, r, r, r
-    if cfg.CACHED:
-        cache = cache_offset(io, tl.where(live, slot, 0), step, cfg)
-    if cfg.NOISE:
-        temp, state, state64 = load_noise(io, r, step, slot, live, cfg)
-    return (r, live, base, cache, temp, state, state64)
+PARTS_AT_ONCE = tl.constexpr(32)
 
 
 @triton.jit
 def _winner(io, scratch, r, in_batch, step, parts, cfg: tl.constexpr):
-    """Token (0 where padded) and score of rows [BLOCK_M] at a finished step."""
+    """Token (0 where padded), score and liveness of rows [BLOCK_M] at a finished step."""
     best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
     best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
     live = load_slot(io, r, step, in_batch) >= 0
@@ -62,41 +52,49 @@ def _write_winner(io, r, in_batch, step, token, best, live, cfg: tl.constexpr):
 
 
 @triton.jit
-def _gate(best):
-    """What a token must be able to reach to replace ``best``; a little less, for rounding."""
-    best = best.to(tl.float32)
-    slack = tl.abs(best) * 1e-5 + 1e-3
-    return tl.where(tl.abs(best) < 3.0e38, best - slack, float("-inf"))
+def _sample_part(io, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
+    """Best score and id of rows [BLOCK_M] over this program's tiles."""
+    slot = load_slot(io, r, step, in_batch)
+    live = slot >= 0
+    base_at = base_offset(io, r, step, cfg)
+    cache_at, temp, state, state64 = base_at, 0.0 * r, r, r
+    if cfg.CACHED:
+        cache_at = cache_offset(io, tl.where(live, slot, 0), step, cfg)
+    if cfg.NOISE:
+        temp, state, state64 = load_noise(io, r, step, slot, live, cfg)
+    best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
+    best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
+    if tl.max(live.to(tl.int32), axis=0) > 0:
+        for tile in range(pid, tl.cdiv(io.vocab, cfg.BLOCK_V), parts):
+            # Whatever a tile's token must reach is at least the best of the tiles before.
+            need = tl.where(live, gate(best), float("inf"))
+            rows = (prev, live, base_at, cache_at, temp, need, state, state64)
+            top, top_id = check_tile(io, as_scalar(tile), rows, cfg)
+            best, best_id = merge_best(best, best_id, top, top_id)
+    return best, best_id
 
 
 @triton.jit(do_not_specialize=["io", "scratch", "step"], do_not_specialize_on_alignment=["scratch"])
 def step_kernel(io, scratch, step, cfg: tl.constexpr):
-    """Draft step ``step`` of all rows; leaves a winner in each program's part of the vocabulary."""
+    """Draft step ``step`` of all rows; leaves a winner of each program's part of the vocabulary."""
     pid = tl.program_id(0)
     parts = tl.num_programs(0)
-    tiles = tl.cdiv(io.vocab, cfg.BLOCK_V)
-    lane = tl.arange(0, cfg.BLOCK_V)
+    step = as_scalar(step)
     for block in range(0, tl.cdiv(io.rows, cfg.BLOCK_M)):
         r = as_scalar(block) * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
         in_batch = r < io.rows
-        if step == 0:
-            anchor = tl.load(io.anchors + r.to(tl.int64) * io.anchor_row, mask=in_batch, other=0)
-            prev = tl.minimum(tl.maximum(anchor, 0), io.vocab_size - 1).to(tl.int32)
-        else:
+        prev = load_anchor(io, r, in_batch)
+        if step > 0:
             prev, score, was_live = _winner(io, scratch, r, in_batch, step - 1, parts, cfg)
             if pid == 0:
                 _write_winner(io, r, in_batch, step - 1, prev, score, was_live, cfg)
-        rows = _load_step(io, r, in_batch, step, cfg)
-        e = embeddings(io, prev, rows[1], cfg)
-        best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
-        best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
-        for tile in tl.range(pid, tiles, parts, num_stages=cfg.STAGES):
-            w = weights(io, tile * cfg.BLOCK_V + lane, cfg)
-            top, top_id = check_tile(io, as_scalar(tile), w, e, rows, _gate(best), cfg)
-            best, best_id = merge_best(best, best_id, top, top_id)
+        best, best_id = _sample_part(io, r, in_batch, step, prev, pid, parts, cfg)
         at = ((step % 2) * parts + pid).to(tl.int64) * io.rows + r
         tl.store(scratch.best + at, best, mask=in_batch)
         tl.store(scratch.best_id + at, best_id, mask=in_batch)
+    if cfg.FILL:
+        for r in range(pid, io.rows, parts):
+            fill_unmapped(io, as_scalar(r), step, cfg)
 
 
 @triton.jit(
@@ -106,6 +104,6 @@ def last_kernel(io, scratch, parts, cfg: tl.constexpr):
     """The last step's tokens, out of the ``parts`` that its programs left."""
     r = tl.program_id(0) * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
     in_batch = r < io.rows
-    step = tl.program_id(0) * 0 + cfg.STEPS - 1
+    step = as_scalar(cfg.STEPS - 1)
     token, best, live = _winner(io, scratch, r, in_batch, step, parts, cfg)
     _write_winner(io, r, in_batch, step, token, best, live, cfg)

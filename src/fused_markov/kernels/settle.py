@@ -11,7 +11,7 @@ from fused_markov.kernels.link import link_tokens
 from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, merge_best
 from fused_markov.kernels.walk import walk_row
 
-TILES_AT_ONCE = tl.constexpr(512)
+TILES_AT_ONCE = tl.constexpr(128)
 
 
 @triton.jit
