@@ -1,13 +1,15 @@
 """Load a vLLM's own DSpark speculator and gumbel sampler from its unpacked Python files.
 
 Only those two files run; small stubs take the place of what they import (configuration, logging,
-the parallel drafter they extend). Use it in a process of its own, with TRITON_INTERPRET=1 set.
+the parallel drafter they extend). Use it in a process of its own; without a GPU, with
+TRITON_INTERPRET=1 set.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
 import types
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
 GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
@@ -78,7 +81,8 @@ def install(version: str) -> None:
     m["vllm.logger"].init_logger = logging.getLogger
     utils = m["vllm.triton_utils"]
     utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
-    utils.tldevice = types.SimpleNamespace(log1p=log1p)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    utils.tldevice = types.SimpleNamespace(log1p=log1p) if interpreted else libdevice
     m["vllm.v1.worker.gpu.spec_decode.dflash.speculator"].DFlashSpeculator = DFlashSpeculator
     m["vllm.v1.worker.gpu.spec_decode.dspark.utils"].load_dspark_model = None
 
