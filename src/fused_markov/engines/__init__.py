@@ -6,6 +6,7 @@ it from a plan; the sampler logs that reason, and never falls back without one.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.errors import EngineUnavailableError
 from fused_markov.head import MarkovHead
 
 
@@ -56,5 +58,43 @@ def engine_types() -> dict[str, type[Engine]]:
     from fused_markov.engines.cpu import CpuEngine
     from fused_markov.engines.loop import LoopEngine
 
-    engines: tuple[type[Engine], ...] = (CpuEngine, LoopEngine)
+    engines: list[type[Engine]] = [CpuEngine, *_triton_engines(), LoopEngine]
     return {e.name: e for e in engines}
+
+
+def _triton_engines() -> list[type[Engine]]:
+    if importlib.util.find_spec("triton") is None:
+        return [_NoOnePass, _NoPerStep]
+    from fused_markov.engines.one_pass import OnePassEngine
+    from fused_markov.engines.per_step import PerStepEngine
+
+    return [OnePassEngine, PerStepEngine]
+
+
+class _NoTriton:
+    """Stands for an engine whose module cannot be imported, to say why."""
+
+    name = ""
+
+    def __init__(self, head: MarkovHead, plan: Plan) -> None:
+        raise EngineUnavailableError(self.name, self.why_not(head, plan), ["cpu", "reference"])
+
+    @staticmethod
+    def why_not(head: MarkovHead, plan: Plan) -> str:
+        return "Triton is not installed; it comes with PyTorch's GPU builds, or: pip install triton"
+
+    def sample(
+        self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
+    ) -> DraftResult:
+        raise NotImplementedError
+
+    def warmup(self) -> None:
+        raise NotImplementedError
+
+
+class _NoOnePass(_NoTriton):
+    name = "one_pass"
+
+
+class _NoPerStep(_NoTriton):
+    name = "per_step"

@@ -39,13 +39,13 @@ def multiprocessors(device: torch.device) -> int:
 
 def block_v(configured: int, head: MarkovHead) -> int:
     """Candidates a tile, where the configured number is for rows of W2 of up to 512 bytes."""
-    row_bytes = triton.next_power_of_2(head.rank) * head.w2.element_size()
+    row_bytes = int(triton.next_power_of_2(head.rank)) * head.w2.element_size()
     return max(16, configured * 512 // max(row_bytes, 512))
 
 
 def block_k(configured: int, head: MarkovHead) -> int:
     """Part of the rank that a tile multiplies at a time; a matrix unit takes 16 at the least."""
-    return min(configured, max(16, triton.next_power_of_2(head.rank)))
+    return min(configured, max(16, int(triton.next_power_of_2(head.rank))))
 
 
 @dataclass(frozen=True)
