@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from fused_markov.kernels.args import Inputs, Shape
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MAX_RANK = 1024
+REGISTERS = 65536  # of a multiprocessor, on every NVIDIA GPU that Triton knows
 
 
 def why_not_triton(head: MarkovHead) -> str | None:
@@ -35,6 +37,26 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def resident_programs(kernel: Any, num_warps: int, device: torch.device) -> int:
+    """Programs of a compiled kernel that fit on a multiprocessor at once."""
+    kernel._init_handles()
+    limits = torch.cuda.get_device_properties(device)
+    threads = 32 * num_warps
+    # Registers are given out 8 to a thread; each program's shared memory costs 1 KiB more.
+    registers = -(-kernel.n_regs // 8) * 8 * threads
+    fit = min(
+        REGISTERS // registers,
+        limits.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024),
+        limits.max_threads_per_multi_processor // threads,
+    )
+    return max(1, int(fit))
 
 
 def block_v(configured: int, head: MarkovHead) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -16,6 +18,8 @@ from fused_markov.engines.launch import (
     make_inputs,
     make_shape,
     multiprocessors,
+    on_device,
+    resident_programs,
     why_not_triton,
 )
 from fused_markov.head import MarkovHead
@@ -52,6 +56,7 @@ class OnePassEngine:
         self._multiprocessors = multiprocessors(head.device)
         self._data = head_data(head)
         self._scratch = _allocate(head, plan, configs)
+        self._resident: dict[Shape, int] = {}
         device = head.device
         self._slots = torch.arange(plan.max_rows, device=device)
         self._nonfinite = torch.zeros(plan.max_rows, plan.steps, dtype=torch.uint8, device=device)
@@ -73,7 +78,8 @@ class OnePassEngine:
             nonfinite = self._nonfinite
             io = make_inputs(head, self._data, batch, logits_cache, tokens, nonfinite, self._slots)
             shape = self.shape_for(config, batch, logits_cache)
-            self._launch(io, shape, config)
+            with on_device(head.device):
+                self._launch(io, shape, config)
         flags = self._nonfinite.view(-1)[: batch.rows * batch.steps].view(torch.bool)
         flags = flags.view(batch.rows, batch.steps)
         return DraftResult(tokens, flags, self.name, self._scratch.passes[0])
@@ -107,26 +113,38 @@ class OnePassEngine:
         links = row_steps * (CANDIDATES // config.predecessors)
         if shape.PREFETCH:
             links = max(links, self._multiprocessors)
-        programs = self._multiprocessors * config.programs_per_sm
+        programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
         guess_kernel[(guesses,)](io, scratch, shape, num_warps=config.guess_warps)
         link_kernel[(links,)](io, scratch, shape, num_warps=config.link_warps)
         warps = config.check_warps
         if self._cooperative:
-            passes_kernel[(programs,)](
-                io,
-                scratch,
-                shape,
-                num_warps=warps,
-                maxnreg=config.check_registers,
-                launch_cooperative_grid=True,
-            )
+            passes_kernel[(programs,)](io, scratch, shape, **_cooperative_options(config))
             return
         for index in range(shape.PASSES):
             check_kernel[(programs,)](io, scratch, index, shape, num_warps=warps)
             settle_kernel[(io.rows,)](io, scratch, index, shape, num_warps=warps)
 
+    def _programs_per_sm(self, io: Inputs, shape: Shape, config: OnePassConfig) -> int:
+        """How many checking programs to launch a multiprocessor: all must be resident at once."""
+        if not self._cooperative:
+            return config.programs_per_sm
+        if shape not in self._resident:
+            options = _cooperative_options(config)
+            kernel = passes_kernel.run(io, self._scratch, shape, grid=(1,), warmup=True, **options)
+            fit = resident_programs(kernel, config.check_warps, self._head.device)
+            self._resident[shape] = min(fit, config.programs_per_sm)
+        return self._resident[shape]
+
     def warmup(self) -> None:
         """Compile what the plan can run."""
+
+
+def _cooperative_options(config: OnePassConfig) -> dict[str, Any]:
+    return {
+        "num_warps": config.check_warps,
+        "maxnreg": config.check_registers,
+        "launch_cooperative_grid": True,
+    }
 
 
 def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) -> Scratch:

@@ -16,6 +16,7 @@ from fused_markov.engines.launch import (
     make_inputs,
     make_shape,
     multiprocessors,
+    on_device,
     why_not_triton,
 )
 from fused_markov.head import MarkovHead
@@ -55,7 +56,8 @@ class PerStepEngine:
         if tokens is None:
             tokens = torch.empty(rows, steps, dtype=torch.int64, device=head.device)
         if rows > 0:
-            self._launch(batch, logits_cache, tokens)
+            with on_device(head.device):
+                self._launch(batch, logits_cache, tokens)
         flags = self._nonfinite[: rows * steps].view(rows, steps).view(torch.bool)
         return DraftResult(tokens, flags, self.name, self._passes)
 
