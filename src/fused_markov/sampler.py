@@ -104,9 +104,29 @@ class DraftSampler:
             )
         return self._engine.sample(batch, logits_cache, tokens)
 
-    def warmup(self) -> None:
-        """Compile and allocate all that the plan can need; call it before capturing a graph."""
-        self._engine.warmup()
+    def warmup(
+        self,
+        example: DraftBatch | None = None,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """Compile, load and allocate all that the plan can need; call it before capturing a graph.
+
+        Afterwards `sample` compiles nothing, and allocates nothing but the tokens it is not given,
+        for any number of rows of the plan.
+
+        Args:
+            example: a batch like those to come: its dtypes, its alignment, and whether it has
+                temperatures are prepared for, and nothing else. ``None``: with temperatures and
+                greedy, each with and without a target-wide cache; base logits, cache and
+                temperatures are then of the head's dtype and fp32, indices int64, rows aligned.
+            logits_cache, tokens: what `sample` will be given beside such a batch.
+
+        No contents are read or written.
+        """
+        if example is not None:
+            check_inputs(self.head, example, logits_cache, tokens, values=False)
+        self._engine.warmup(example, logits_cache, tokens)
 
     def explain(self) -> str:
         """Which engine runs, and why the ones preferred to it do not."""

@@ -49,8 +49,16 @@ class Engine(Protocol):
     ) -> DraftResult:
         """Draft for inputs that `check_inputs` has passed."""
 
-    def warmup(self) -> None:
-        """Compile and allocate all that `sample` will need for the plan."""
+    def warmup(
+        self,
+        example: DraftBatch | None = None,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """Compile, load and allocate all that `sample` will need for the plan.
+
+        The arguments' contents are neither read nor written; see `DraftSampler.warmup`.
+        """
 
 
 def engine_types() -> dict[str, type[Engine]]:
@@ -88,7 +96,12 @@ class _NoTriton:
     ) -> DraftResult:
         raise NotImplementedError
 
-    def warmup(self) -> None:
+    def warmup(
+        self,
+        example: DraftBatch | None = None,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
         raise NotImplementedError
 
 

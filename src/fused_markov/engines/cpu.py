@@ -44,7 +44,12 @@ class CpuEngine:
             return f"it runs on the CPU, the head is on {head.device}"
         return None
 
-    def warmup(self) -> None:
+    def warmup(
+        self,
+        example: DraftBatch | None = None,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
         """Nothing to prepare: no kernels to compile, no scratch to hold."""
 
     @torch.no_grad()

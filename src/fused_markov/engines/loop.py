@@ -28,5 +28,10 @@ class LoopEngine:
         dtype = self._plan.noise_dtype
         return reference.sample(self._head, batch, logits_cache, tokens, noise_dtype=dtype)
 
-    def warmup(self) -> None:
+    def warmup(
+        self,
+        example: DraftBatch | None = None,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
         """Nothing to prepare."""

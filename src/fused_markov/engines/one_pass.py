@@ -22,6 +22,7 @@ from fused_markov.engines.launch import (
     resident_programs,
     why_not_triton,
 )
+from fused_markov.engines.warm import bucket_rows, padding_calls
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Scratch, Shape
 from fused_markov.kernels.one_pass import (
@@ -135,8 +136,18 @@ class OnePassEngine:
             self._resident[shape] = min(fit, config.programs_per_sm)
         return self._resident[shape]
 
-    def warmup(self) -> None:
-        """Compile what the plan can run."""
+    def warmup(
+        self,
+        example: DraftBatch | None = None,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """Compile and load what the plan can run, by sampling padding."""
+        limits = [c.max_row_steps // self._plan.steps for c in self._configs]
+        for rows in bucket_rows(limits, self._plan.max_rows):
+            calls = padding_calls(self._head, self._plan, rows, example, logits_cache, tokens)
+            for call in calls:
+                self.sample(*call)
 
 
 def _cooperative_options(config: OnePassConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fused_markov.engines.launch import (
     on_device,
     why_not_triton,
 )
+from fused_markov.engines.warm import bucket_rows, padding_calls
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import StepScratch
 from fused_markov.kernels.per_step import last_kernel, step_kernel
@@ -81,5 +82,15 @@ class PerStepEngine:
         blocks = triton.cdiv(rows, config.block_m)
         last_kernel[(blocks,)](io, self._scratch, programs, shape, num_warps=config.num_warps)
 
-    def warmup(self) -> None:
-        """Compile what the plan can run."""
+    def warmup(
+        self,
+        example: DraftBatch | None = None,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """Compile and load what the plan can run, by sampling padding."""
+        limits = [c.max_rows for c in self._configs]
+        for rows in bucket_rows(limits, self._plan.max_rows):
+            calls = padding_calls(self._head, self._plan, rows, example, logits_cache, tokens)
+            for call in calls:
+                self.sample(*call)
