@@ -17,11 +17,14 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fused_markov import DraftResult
+from fused_markov.integrations import vllm as plugin
 from fused_markov.integrations import vllm_versions
 from fused_markov.integrations.vllm_counters import POLL_STEPS, Counters
 
@@ -310,6 +313,26 @@ def test_without_vllm(tmp_path: Path) -> None:
     assert "vLLM is not installed here" in out
 
 
+def test_an_unknown_engine_is_refused_with_the_choices(tmp_path: Path) -> None:
+    """Whatever keeps a drafter from being built is logged, and vLLM goes on."""
+    out = python(
+        fake_vllm(tmp_path),
+        f"""
+        sys.path.insert(0, {str(COMPARE.parent)!r})
+        import tiny, vllm.plugins
+        vllm.plugins.load_general_plugins()
+        module = sys.modules[speculator().__module__]
+        case = tiny.CASES[0]
+        spec = tiny.make_speculator(module.DSparkSpeculator, case, 0)
+        spec.model = spec.load_draft_model(tiny.make_model(case, 0), set())
+        spec.propose(1, None)
+        assert spec.ran == "vllm"
+        """,
+        FUSED_MARKOV_ENGINE="warp drive",
+    )
+    assert "fused-markov leaves TinyDraft to vLLM: EngineUnavailableError" in out
+
+
 def test_a_draft_without_markov_head_is_left_to_vllm(tmp_path: Path) -> None:
     out = python(
         fake_vllm(tmp_path),
@@ -323,6 +346,32 @@ def test_a_draft_without_markov_head_is_left_to_vllm(tmp_path: Path) -> None:
         """,
     )
     assert "fused-markov leaves object to vLLM: no Markov head" in out
+
+
+def test_a_model_with_a_hook_of_its_own_keeps_it() -> None:
+    """vLLM's own sample_sequential (DeepSeek-V4.1 on AMD) is asked where ours declines."""
+
+    class Model:
+        def sample_sequential(self, speculator: Any, num_reqs: int, hidden: Any) -> bool:
+            asked.append(num_reqs)
+            return True
+
+    class Derived(Model):
+        pass
+
+    asked: list[int] = []
+    plugin._hook_model(Model)
+    hooked = Model.sample_sequential
+    plugin._hook_model(Derived)  # inherits the hook
+    plugin._hook_model(Model)
+    assert Model.sample_sequential is hooked is Derived.sample_sequential
+    drafter = SimpleNamespace(sample=lambda speculator, num_reqs, hidden: num_reqs > 1)
+    speculator = SimpleNamespace(**{plugin.DRAFTER: drafter})
+    assert Model().sample_sequential(speculator, 2, None)
+    assert not asked
+    assert Model().sample_sequential(speculator, 1, None)
+    assert Model().sample_sequential(SimpleNamespace(), 7, None)
+    assert asked == [1, 7]
 
 
 def test_counters(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,28 +47,27 @@ class VllmDrafter:
         cls, speculator: Any, model: Any, version: VllmVersion, logger: logging.Logger
     ) -> VllmDrafter | None:
         """A drafter, or None with the reason logged where this draft model cannot have one."""
-        reason = why_not_model(model) or why_not_speculator(speculator, version)
-        if reason is None:
-            try:
+        try:
+            reason = why_not_model(model) or why_not_speculator(speculator, version)
+            if reason is None:
                 drafter = cls(speculator, model, version, logger)
-            except Exception as error:  # Whatever it is, the server has to start without us.
-                reason = f"{type(error).__name__}: {error}"
-                logger.debug("building the drafter failed", exc_info=True)
-            else:
-                logger.info(
-                    "fused-markov drafts for %s: %d steps, vocabulary %d, rank %d, up to %d "
-                    "requests, %s drafts; %s",
-                    type(model).__name__,
-                    speculator.num_speculative_steps,
-                    drafter.head.draft_vocab,
-                    drafter.head.rank,
-                    speculator.max_num_reqs,
-                    "greedy" if speculator.draft_logits is None else "probabilistic",
-                    drafter.sampler.explain(),
-                )
+                logger.info("%s", drafter.describe(speculator))
                 return drafter
+        except Exception as error:  # Whatever it is, the server has to start without us.
+            reason = f"{type(error).__name__}: {error}"
+            logger.debug("building the drafter failed", exc_info=True)
         logger.warning("fused-markov leaves %s to vLLM: %s", type(model).__name__, reason)
         return None
+
+    def describe(self, speculator: Any) -> str:
+        """The start-up line: shape, kind of drafts, engine."""
+        drafts = "greedy" if speculator.draft_logits is None else "probabilistic"
+        return (
+            f"fused-markov drafts for {type(self.model).__name__}: "
+            f"{speculator.num_speculative_steps} steps, vocabulary {self.head.draft_vocab}, "
+            f"rank {self.head.rank}, up to {speculator.max_num_reqs} requests, {drafts} drafts, "
+            f"vLLM {self.version.series}; {self.sampler.explain()}"
+        )
 
     def sample(self, speculator: Any, num_reqs: int, head_hidden: Tensor) -> bool:
         """Draft one step into ``speculator.draft_tokens`` and its draft logits cache.
