@@ -23,25 +23,24 @@ class Chats:
         ids: int32 ``[N, L]``, padded with the end-of-turn token.
         starts: int64 ``[N]`` position of the answer's first token.
         ends: int64 ``[N]`` one past the answer's last token (its end-of-turn token if it has one).
+        greedy: bool ``[N]`` whether the answer was written greedily.
     """
 
     ids: Tensor
     starts: Tensor
     ends: Tensor
+    greedy: Tensor
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def select(self, keep: Tensor) -> Chats:
-        return Chats(self.ids[keep], self.starts[keep], self.ends[keep])
+        return Chats(*(t[keep] for t in vars(self).values()))
 
     @staticmethod
     def concat(parts: list[Chats]) -> Chats:
-        return Chats(
-            torch.cat([p.ids for p in parts]),
-            torch.cat([p.starts for p in parts]),
-            torch.cat([p.ends for p in parts]),
-        )
+        columns = zip(*(vars(p).values() for p in parts), strict=True)
+        return Chats(*(torch.cat(column) for column in columns))
 
 
 def sample(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
@@ -113,4 +112,5 @@ def write_chats(
                 ends = ends.clamp_max(at)
                 break
     good &= (ends - starts) >= 8
-    return Chats(ids.int().cpu(), starts.cpu(), ends.cpu()).select(good.cpu())
+    chats = Chats(ids.int(), starts, ends, t[:, 0] == 0)
+    return Chats(*(x.cpu() for x in vars(chats).values())).select(good.cpu())

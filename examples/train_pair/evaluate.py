@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -158,15 +159,25 @@ def measure(
     return result
 
 
-def report(target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int) -> dict:
-    """The four cases of the model card: greedy and T = 0.8, with and without the Markov head."""
-    return {
-        f"{name}, {'with' if markov else 'without'} head": measure(
-            target, drafter, prompts, temperature=t, markov=markov, new_tokens=new_tokens
-        ).summary()
-        for name, t in (("greedy", 0.0), ("T=0.8", 0.8))
-        for markov in (True, False)
-    }
+def report(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    new_tokens: int,
+    deadline: float = float("inf"),
+) -> dict:
+    """The four cases of the model card: greedy and T = 0.8, with and without the Markov head.
+
+    After ``deadline`` (``time.monotonic()``) no further case begins.
+    """
+    figures = {}
+    for markov in (True, False):
+        for name, t in (("greedy", 0.0), ("T=0.8", 0.8)):
+            if time.monotonic() < deadline:
+                figures[f"{name}, {'with' if markov else 'without'} head"] = measure(
+                    target, drafter, prompts, temperature=t, markov=markov, new_tokens=new_tokens
+                ).summary()
+    return figures
 
 
 def held_out_prompts(target: Target, tokenizer, count: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""DSpark's loss over the whole vocabulary, without ever holding all logits.
+"""The loss over the whole vocabulary, without ever holding all logits.
 
 A block position costs two rows of 49 152 logits. The loss and its gradient are therefore computed
 chunk by chunk in the forward pass; what stays for the backward pass is hidden-size wide.
@@ -6,73 +6,101 @@ chunk by chunk in the forward pass; what stays for the backward pass is hidden-s
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 4096
+CHUNK = 512  # blocks whose logits exist at one time
 
 
-def row_losses(
-    draft: Tensor, target: Tensor, inverse: Tensor, ce_weight: Tensor, tv_weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Losses of each row, and the gradient of their weighted sum.
-
-    Args:
-        draft, target: ``[N, V]`` logits.
-        inverse: fp32 ``[N, 1]`` one over the temperature at which the two are compared.
-        ce_weight, tv_weight: fp32 ``[N, 1]`` weights of cross-entropy and total variation.
+def compare(draft: Tensor, target: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
+    """What two sets of logits ``[N, V]`` have in common, at one over ``inverse`` fp32 ``[N, 1]``.
 
     Returns:
-        cross-entropy ``[N]``, acceptance sum(min(p, q)) = 1 - TV ``[N]``, whether the argmaxes
-        agree ``[N]``, its expected value ``[N]`` (p of draft's argmax), and the gradient
-        ``[N, V]`` (bf16 on a GPU, else fp32) with respect to ``draft``.
+        fp32 ``[N, 1]`` each: both log-sum-exps, the drafter's mass where it is below the target,
+        cross-entropy, acceptance sum(min(p, q)), and whether the argmaxes agree.
     """
     x, z = draft.float() * inverse, target.float() * inverse
-    log_q = x - torch.logsumexp(x, -1, keepdim=True)
-    p, q = torch.softmax(z, -1), log_q.exp()
-    cross = -(p * log_q).sum(-1)
-    accept = torch.minimum(p, q).sum(-1)
-    # d(1 - sum min)/dq is -1 where q < p; through the softmax it is centred under q.
-    below = (q < p).float()
-    tv_grad = q * ((below * q).sum(-1, keepdim=True) - below)
-    grad = inverse * (ce_weight * (q - p) + tv_weight * tv_grad)
-    choice = x.argmax(-1, keepdim=True)
-    agree = (choice == z.argmax(-1, keepdim=True)).float().squeeze(-1)
-    return cross, accept, agree, p.gather(-1, choice).squeeze(-1), grad.to(draft.dtype)
+    norm_x = torch.logsumexp(x, -1, keepdim=True)
+    norm_z = torch.logsumexp(z, -1, keepdim=True)
+    q, p = (x - norm_x).exp(), (z - norm_z).exp()
+    below = torch.where(q < p, q, 0.0).sum(-1, keepdim=True)
+    cross = norm_x - (p * x).sum(-1, keepdim=True)
+    accept = torch.minimum(p, q).sum(-1, keepdim=True)
+    agree = x.argmax(-1, keepdim=True) == z.argmax(-1, keepdim=True)
+    return norm_x, norm_z, below, cross, accept, agree.float()
+
+
+def gradient(
+    draft: Tensor, target: Tensor, inverse: Tensor, norm_x: Tensor, norm_z: Tensor, below: Tensor,
+    ce_weight: Tensor, accept_weight: Tensor,
+) -> Tensor:  # fmt: skip
+    """Of ``ce_weight * cross - accept_weight * accept`` by ``draft``, in its dtype."""
+    q = (draft.float() * inverse - norm_x).exp()
+    p = (target.float() * inverse - norm_z).exp()
+    # d sum(min)/dq is 1 where q < p; through the softmax it is centred under q.
+    by_accept = q * (torch.where(q < p, 1.0, 0.0) - below)
+    return (inverse * (ce_weight * (q - p) - accept_weight * by_accept)).to(draft.dtype)
+
+
+class Passes(NamedTuple):
+    """The two sweeps over the logits, plain or compiled."""
+
+    compare: Callable[..., tuple[Tensor, ...]] = compare
+    gradient: Callable[..., Tensor] = gradient
+
+
+def expected(accept: Tensor) -> tuple[Tensor, Tensor]:
+    """Expected accepted tokens ``[N]`` of blocks ``[N, S]``, and its derivative by ``accept``.
+
+    A block's expectation is sum_i prod_{j <= i} accept_j: position i counts as much as it is
+    reached, times one plus what it leads to.
+    """
+    reached = accept.cumprod(1)
+    ahead = torch.ones_like(accept)
+    for i in range(accept.shape[1] - 2, -1, -1):
+        ahead[:, i] += accept[:, i + 1] * ahead[:, i + 1]
+    before = torch.cat([torch.ones_like(reached[:, :1]), reached[:, :-1]], 1)
+    return reached.sum(1), before * ahead
 
 
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, markov: Tensor, w2: Tensor, final: Tensor, embedding: Tensor,
-        inverse: Tensor, ce_weight: Tensor, tv_weight: Tensor, rows: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        d_hidden, d_markov = torch.empty_like(hidden), torch.empty_like(markov)
+        inverse: Tensor, ce_weight: Tensor, valid: Tensor, value: float, passes: Passes,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        steps = valid.shape[1]
+        width = hidden.shape[1]
+        both, head = torch.cat([hidden, markov], 1), torch.cat([embedding, w2], 1)
+        d_both = torch.empty_like(both)
         d_w2 = torch.zeros(w2.shape, dtype=torch.float32, device=w2.device)
-        stats = []
-        for at in range(0, len(hidden), CHUNK):
-            part = slice(at, at + CHUNK)
-            draft = torch.addmm(hidden[part] @ embedding.T, markov[part], w2.T)
-            *stat, grad = rows(
-                draft, final[part] @ embedding.T, inverse[part], ce_weight[part], tv_weight[part]
+        stats, lengths = [], []
+        for at in range(0, len(valid), CHUNK):
+            part = slice(at * steps, (at + CHUNK) * steps)
+            draft, target = both[part] @ head.T, final[part] @ embedding.T
+            norm_x, norm_z, below, *stat = passes.compare(draft, target, inverse[part])
+            length, by_accept = expected(stat[1].view(-1, steps) * valid[at : at + CHUNK])
+            by_accept = (by_accept * valid[at : at + CHUNK] * value).view(-1, 1)
+            grad = passes.gradient(
+                draft, target, inverse[part], norm_x, norm_z, below, ce_weight[part], by_accept
             )
-            stats.append(torch.stack(stat))
-            d_hidden[part] = grad @ embedding
-            d_markov[part] = grad @ w2
+            d_both[part] = grad @ head
             d_w2 += grad.T @ markov[part]
-        stats_all = torch.cat(stats, 1)
-        ctx.save_for_backward(d_hidden, d_markov, d_w2.to(w2.dtype))
-        ctx.mark_non_differentiable(stats_all)
-        cross, accept = stats_all[0], stats_all[1]
-        total = (ce_weight[:, 0] * cross + tv_weight[:, 0] * (1 - accept)).sum()
-        return total, stats_all
+            stats.append(torch.cat(stat, 1))
+            lengths.append(length)
+        stats_all, lengths_all = torch.cat(stats).T, torch.cat(lengths)
+        ctx.save_for_backward(d_both[:, :width], d_both[:, width:], d_w2.to(w2.dtype))
+        ctx.mark_non_differentiable(stats_all, lengths_all)
+        total = (ce_weight[:, 0] * stats_all[0]).sum() - value * lengths_all.sum()
+        return total, stats_all, lengths_all
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d_hidden, d_markov, d_w2 = ctx.saved_tensors
-        return d_hidden * grad, d_markov * grad, d_w2 * grad, *[None] * 6
+        return d_hidden * grad, d_markov * grad, d_w2 * grad, *[None] * 7
 
 
 def block_loss(
@@ -83,21 +111,25 @@ def block_loss(
     embedding: Tensor,
     inverse: Tensor,
     ce_weight: Tensor,
-    tv_weight: Tensor,
-    rows: Any = row_losses,
-) -> tuple[Tensor, Tensor]:
-    """Weighted sum of both losses (differentiable in the first three), and fp32 stats ``[4, N]``.
+    valid: Tensor,
+    value: float,
+    passes: Passes,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy less ``value`` times the accepted tokens; differentiable in the first three.
 
     Args:
-        hidden: ``[N, width]`` the drafter's head hidden states.
-        markov: ``[N, r]`` Markov embeddings of the (teacher-forced) previous tokens.
+        hidden: ``[B * S, width]`` the drafter's head hidden states of B blocks.
+        markov: ``[B * S, r]`` Markov embeddings of the (teacher-forced) previous tokens.
         w2: ``[V, r]``; embedding: ``[V, width]`` shared LM head, frozen.
-        final: ``[N, width]`` the target's normed hidden states at the same positions.
-        inverse, ce_weight, tv_weight: fp32 ``[N, 1]``, see ``row_losses``.
-        rows: ``row_losses`` or a compiled version of it.
+        final: ``[B * S, width]`` the target's normed hidden states at the same positions.
+        inverse: fp32 ``[B * S, 1]`` one over the temperature at which the two are compared.
+        ce_weight: fp32 ``[B * S, 1]`` weight of every position's cross-entropy.
+        valid: fp32 ``[B, S]`` 1 up to the answer's end, then 0.
 
-    The four stats are cross-entropy, acceptance, argmax agreement, p(draft's argmax).
+    Returns:
+        The loss; fp32 stats ``[3, B * S]`` (cross-entropy, acceptance, argmax agreement); the
+        expected accepted tokens of every block ``[B]``.
     """
     return _BlockLoss.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden, markov, w2, final, embedding, inverse, ce_weight, tv_weight, rows
+        hidden, markov, w2, final, embedding, inverse, ce_weight, valid, value, passes
     )
