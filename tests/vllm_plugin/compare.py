@@ -108,17 +108,24 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 def compare(module: Any, estimator: Any, case: tiny.Case) -> dict[str, Any]:
     """A case without and with the plugin."""
     found: list[str] = []
-    drafted = 0
+    drafted, engine = 0, None
     logged.clear()
     for seed in SEEDS:
         theirs, _ = run(module, estimator, case, seed, plugged=False)
         ours, spec = run(module, estimator, case, seed, plugged=True)
         drafter = getattr(spec, plugin.DRAFTER)
         if drafter is not None:
+            engine = drafter.sampler.engine
             drafted += drafter.counters.decided[""]
             assert drafter.counters.decided.total() == 1
         found += [f"seed {seed}: {text}" for text in differences(ours, theirs)]
-    return {"drafted": drafted == len(SEEDS), "left": sorted(set(logged)), "different": found}
+    left = sorted(set(logged))
+    return {
+        "drafted": drafted == len(SEEDS),
+        "engine": engine,
+        "left": left,
+        "different": found,
+    }
 
 
 def main(arguments: list[str]) -> int:

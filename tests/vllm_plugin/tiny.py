@@ -65,6 +65,7 @@ CASES = [
     Case("estimator", estimator=True),
     Case("greedy estimator", probabilistic=False, estimator=True),
     Case("d2t estimator", reduced=True, estimator=True),
+    Case("greedy d2t estimator", probabilistic=False, reduced=True, estimator=True),
     Case("inert rows", padding=2),
     Case("inert rows, estimator", padding=2, estimator=True),
     Case("greedy inert rows", probabilistic=False, padding=2),
