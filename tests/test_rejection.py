@@ -30,9 +30,11 @@ class World:
         self.head = fm.MarkovHead(w1.to(dtype), w2.to(dtype).contiguous(), id_map=id_map)
         self.dtype = dtype
 
-    def decode(self, temperature: float, rows: int, *, checked: bool = True) -> Tensor:
+    def decode(
+        self, temperature: float, rows: int, *, checked: bool = True, engine: str = "reference"
+    ) -> Tensor:
         """The first ``WANTED`` tokens after token 1 of as many rows (and seeds): ``[rows, 3]``."""
-        sampler = fm.DraftSampler(self.head, max_rows=rows, steps=STEPS)
+        sampler = fm.DraftSampler(self.head, max_rows=rows, steps=STEPS, engine=engine)
         cache = torch.empty(rows, STEPS, VOCAB, dtype=self.dtype)
         seeds, temps = torch.arange(rows) * 7919 + 3, torch.full((rows,), temperature)
         anchors, lengths = torch.ones(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
@@ -78,6 +80,13 @@ def chi_square(samples: Tensor, expected: Tensor) -> float:
 def test_law_is_the_targets(temperature: float, reduced: bool, dtype: torch.dtype) -> None:
     world = World(reduced=reduced, dtype=dtype)
     assert chi_square(world.decode(temperature, 20_000), world.expected(temperature)) > NEVER
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_law_is_the_targets_with_the_fastest_engine(reduced: bool) -> None:
+    world = World(reduced=reduced)
+    samples = world.decode(1.0, 2500, engine="auto")
+    assert chi_square(samples, world.expected(1.0)) > NEVER
 
 
 def test_the_test_notices_a_wrong_law() -> None:
@@ -148,6 +157,19 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 def test_sampled_drafts_need_their_logits() -> None:
     with pytest.raises(fm.ArgumentError, match="draft_logits"):
         verify(**_case(2) | {"draft_logits": None})
+
+
+def test_a_draft_that_is_not_offered_is_the_targets_to_draw() -> None:
+    """With none offered the token is a draw from p, not from the residual."""
+    case = _case(1)
+    rows = 20_000
+    case = {name: value.expand(rows, *value.shape[1:]) for name, value in case.items()}
+    case |= {"seeds": torch.arange(rows), "temperature": torch.full((rows,), 3.0)}
+    verdict = verify(**case, limits=torch.zeros(rows, dtype=torch.int64))
+    assert int(verdict.accepted.max()) == 0
+    want = torch.softmax(case["target_logits"][0, 0].double() / 3.0, -1) * rows
+    counts = torch.bincount(verdict.tokens, minlength=len(want))
+    assert scipy.stats.chisquare(counts.numpy(), want.numpy()).pvalue > NEVER
 
 
 def test_ties_go_to_the_lowest_id() -> None:

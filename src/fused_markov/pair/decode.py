@@ -19,13 +19,18 @@ from fused_markov.sampler import DraftSampler
 
 NO_TOKEN = -1
 
+# How likely a draft must be to stand, by the confidence head, to be worth its verification. The
+# target runs two tokens in the time of one, but three take half as long again and each further one
+# little more: so the second draft is the one that has to pay.
+WORTH = (0.0, 0.22, 0.05)
+
 
 @dataclass(frozen=True)
 class Round:
     """What one round emitted.
 
     Attributes:
-        tokens: int64 ``[R, S+1]`` the accepted drafts and the target's own token, then -1.
+        tokens: int64 ``[R, <=S+1]`` the accepted drafts and the target's own token, then -1.
         accepted: int64 ``[R]`` how many drafts stood; -1 for a row that was done before.
         passes: how often the draft sampler read W2; 0 where nothing was drafted.
         batch: what the drafts were sampled from, or None.
@@ -33,6 +38,16 @@ class Round:
 
     tokens: Tensor
     accepted: Tensor
+    passes: int = 0
+    batch: DraftBatch | None = None
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """Drafts ``[R, S]``, how many of each row's to verify ``[R]``, and how they came about."""
+
+    tokens: Tensor
+    limits: Tensor
     passes: int = 0
     batch: DraftBatch | None = None
 
@@ -50,6 +65,7 @@ class Decoder:
         seeds: int64 ``[R]``.
         stop: a row is done once it has emitted this id.
         engine: which engine `DraftSampler` shall use.
+        gated: leave out drafts that the confidence head thinks too little of (`WORTH`).
 
     A row's tokens do not depend on how many rows there are, but for the target's own rounding.
     """
@@ -66,6 +82,7 @@ class Decoder:
         seeds: Tensor | None = None,
         stop: int | None = None,
         engine: str = "auto",
+        gated: bool = True,
     ) -> None:
         if not prompt:
             raise ArgumentError("prompt", "at least one token", "none")
@@ -77,7 +94,7 @@ class Decoder:
         self._seeds = torch.zeros(1, dtype=torch.int64) if seeds is None else seeds
         rows = self._seeds.shape[0]
         self._temperature = torch.full((rows,), float(temperature))
-        self._max_tokens, self._stop = max_tokens, stop
+        self._max_tokens, self._stop, self._gated = max_tokens, stop, gated
         self._room = len(prompt) + max_tokens
         self._sampler: DraftSampler | None = None
         self._logits: Tensor | None = None
@@ -85,7 +102,7 @@ class Decoder:
             steps = drafter.config.block_size
             self._sampler = DraftSampler(head, max_rows=rows, steps=steps, engine=engine)
             if temperature > 0:
-                dtype = torch.promote_types(target.dtype, head.dtype)
+                dtype = torch.promote_types(drafter.dtype, head.dtype)
                 self._logits = torch.empty(rows, steps, head.vocab_size, dtype=dtype)
         self.emitted = torch.zeros(rows, dtype=torch.int64)
         self.done = torch.zeros(rows, dtype=torch.bool)
@@ -125,22 +142,33 @@ class Decoder:
     def round(self) -> Round:
         """Draft, verify, emit; rows that are done stay as they are."""
         where = self._cache.lengths[:, None] + 1 + torch.arange(self.steps + 1)
-        batch, drafts, passes = self._draft(where)
+        drafted = self._draft(where)
+        most = int(drafted.limits.max())
+        drafts, where = drafted.tokens[:, :most], where[:, : most + 1]
+        draft_logits = None if self._logits is None else self._logits[:, :most]
         out = self._target(torch.cat([self._anchors[:, None], drafts], 1), self._cache)
-        logits = self._target.logits(out.final)
-        verdict = verify(logits, drafts, self._logits, self._temperature, self._seeds, where)
+        verdict = verify(
+            self._target.logits(out.final),
+            drafts,
+            draft_logits,
+            self._temperature,
+            self._seeds,
+            where,
+            drafted.limits,
+        )
         counts = torch.where(self.done, 0, verdict.accepted + 1)
         self._cache.crop(where[:, 0] - 1 + counts)
         if self._drafter is not None:
             # What lies past the longest row's count would stand for nobody.
             self._drafter.extend(self._context, out.hidden[:, : int(counts.max())], counts)
         emitted = self._emit(drafts, verdict.accepted, verdict.tokens)
-        return Round(emitted.tokens, emitted.accepted, passes, batch)
+        return Round(emitted.tokens, emitted.accepted, drafted.passes, drafted.batch)
 
-    def _draft(self, where: Tensor) -> tuple[DraftBatch | None, Tensor, int]:
+    def _draft(self, where: Tensor) -> _Drafted:
         if self._drafter is None or self._sampler is None:
-            return None, self._anchors.new_empty(len(self._anchors), 0), 0
-        base, _ = self._drafter.base_logits(self._context, self._anchors)
+            rows = self._anchors.shape[0]
+            return _Drafted(self._anchors.new_empty(rows, 0), torch.zeros_like(self._anchors))
+        base, hidden = self._drafter.base_logits(self._context, self._anchors)
         greedy = self._logits is None
         batch = DraftBatch(
             base,
@@ -150,7 +178,21 @@ class Decoder:
             None if greedy else self._seeds,
         )
         result = self._sampler.sample(batch, self._logits)
-        return batch, result.tokens, result.passes
+        limits = torch.full_like(self._anchors, self.steps)
+        if self._gated:
+            limits = self._worth(hidden, result.tokens)
+        return _Drafted(result.tokens, limits, result.passes, batch)
+
+    def _worth(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """How many drafts of each row to verify ``[R]``: those before the first not worth it.
+
+        The confidence in a draft depends on those before it only, so the law stays the target's.
+        """
+        assert self._drafter is not None
+        prev = torch.cat([self._anchors[:, None], tokens[:, :-1]], 1)
+        chance = self._drafter.confidence(hidden, prev).cumprod(1)
+        least = torch.tensor([WORTH[min(s, len(WORTH) - 1)] for s in range(self.steps)])
+        return (chance >= least).long().cumprod(1).sum(1)
 
     def _emit(self, drafts: Tensor, accepted: Tensor, own: Tensor) -> Round:
         """Put a round's tokens together, cut at the stop and at ``max_tokens``."""

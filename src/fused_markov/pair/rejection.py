@@ -40,6 +40,7 @@ def verify(
     temperature: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    limits: Tensor | None = None,
 ) -> Verified:
     """Keep the longest good prefix of each row's drafts, and draw one token after it.
 
@@ -51,6 +52,8 @@ def verify(
         temperature: fp32 ``[R]``; 0 is greedy: a draft stands if it is the target's argmax.
         seeds: int64 ``[R]``. positions: int64 ``[R, S+1]`` position of each token. Together they
             give the randomness, so a row's result does not depend on the other rows.
+        limits: int64 ``[R]`` how many of its drafts a row offers; ``None``: all S. Whether a draft
+            is offered may depend on the drafts before it, never on itself.
 
     Raises:
         ArgumentError: drafts of a sampled row without their logits.
@@ -58,13 +61,16 @@ def verify(
     steps = draft_tokens.shape[1]
     best = _lowest_argmax(target_logits)
     stands = draft_tokens == best[:, :steps]
+    if limits is None:
+        limits = torch.full_like(seeds, steps)
+    offered = torch.arange(steps, device=limits.device) < limits[:, None]
     sampled = temperature > 0
     if not bool(sampled.any()):
-        accepted = _prefix(stands)
+        accepted = _prefix(stands & offered)
         return Verified(accepted, _at(best, accepted))
     t = torch.where(sampled, temperature, 1.0)[:, None, None]
     p = torch.softmax(target_logits.float() / t, dim=-1)
-    q = torch.zeros_like(p)  # past the last draft there is no q, and the residual is p itself
+    q = torch.zeros_like(p)
     if draft_logits is None and steps:
         raise ArgumentError("draft_logits", "given where a row's temperature is above 0", "None")
     if draft_logits is not None:
@@ -72,9 +78,11 @@ def verify(
     x = draft_tokens.unsqueeze(-1)
     p_x, q_x = (law[:, :steps].gather(-1, x).squeeze(-1) for law in (p, q))
     u = _uniform(seeds[:, None], positions[:, :steps], ACCEPT_DOMAIN)
-    accepted = _prefix(torch.where(sampled[:, None], u * q_x < p_x, stands))
+    accepted = _prefix(torch.where(sampled[:, None], u * q_x < p_x, stands) & offered)
     u = _uniform(seeds, _at(positions, accepted), RESAMPLE_DOMAIN)
-    drawn = _draw_residual(_at(p, accepted), _at(q, accepted), u)
+    # Past the last draft offered there is nothing to take off: the next token is the target's.
+    fell = (accepted < limits)[:, None]
+    drawn = _draw_residual(_at(p, accepted), torch.where(fell, _at(q, accepted), 0.0), u)
     return Verified(accepted, torch.where(sampled, drawn, _at(best, accepted)))
 
 

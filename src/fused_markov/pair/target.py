@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fused_markov.pair.gguf_file import GgufFile, find_gguf
 from fused_markov.pair.layers import KVCache, attend, rms_norm, rope_table, rotate
+from fused_markov.pair.linear import linear
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -166,16 +167,16 @@ class Target(nn.Module):
         x = F.embedding(ids, self.embedding)
         taps = []
         for index, layer in enumerate(self.stack):
-            h = F.linear(rms_norm(x, layer.attn_norm, c.norm_eps), layer.qkv)
+            h = linear(rms_norm(x, layer.attn_norm, c.norm_eps), layer.qkv)
             h = h.view(*ids.shape, -1, c.head_dim).transpose(1, 2)
             turned = rotate(h[:, : c.heads + c.kv_heads], cos, sin)
             q, k, v = turned[:, : c.heads], turned[:, c.heads :], h[:, c.heads + c.kv_heads :]
             if cache:
                 k, v = cache.write(index, k, v)
             mixed = attend(q, k, v, mask, causal=cache is None)
-            x = x + F.linear(mixed, layer.out)
-            gate, up = F.linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + linear(mixed, layer.out)
+            gate, up = linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
+            x = x + linear(F.silu(gate) * up, layer.down)
             if index in c.taps:
                 taps.append(x)
         if cache:
@@ -184,7 +185,7 @@ class Target(nn.Module):
 
     def logits(self, final: Tensor) -> Tensor:
         """Logits ``[..., V]`` of normed hidden states ``[..., width]`` (tied embedding)."""
-        return F.linear(final, self.embedding)
+        return linear(final, self.embedding)
 
 
 def load_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
