@@ -1,0 +1,114 @@
+"""Every kernel compiles for every supported chip and fits its shared memory; no GPU is needed."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from aot import SHARED, Launch, distinct, recorded, target
+
+import fused_markov as fm
+from fused_markov.batch import DraftBatch
+from fused_markov.engines import Plan
+from fused_markov.engines.configs import HOPPER, PER_STEP
+from fused_markov.engines.one_pass import OnePassEngine
+from fused_markov.engines.per_step import PerStepEngine
+
+VOCAB, STEPS, RANK = 129280, 5, 256
+ENGINES = ("one_pass", "per_step")
+CONFIGS = {"one_pass": HOPPER, "per_step": PER_STEP}
+MODES = ("noise, cache", "greedy")
+
+# All configurations for one chip, the extremes for the others, the rest only where time allows.
+MATRIX = [
+    pytest.param(
+        capability,
+        engine,
+        index,
+        mode,
+        id=f"sm_{capability}-{engine}-{index}-{mode}",
+        marks=[]
+        if capability == 90 or (mode == MODES[0] and index == len(CONFIGS[engine]) - 1)
+        else [pytest.mark.slow],
+    )
+    for capability in SHARED
+    for engine in ENGINES
+    for index in range(len(CONFIGS[engine]))
+    for mode in MODES
+]
+
+
+@functools.cache
+def head(rank: int = RANK, dtype: torch.dtype = torch.bfloat16) -> fm.MarkovHead:
+    w1, w2 = (torch.empty(VOCAB, rank, dtype=dtype) for _ in range(2))
+    return fm.MarkovHead(w1, w2)
+
+
+def engine_of(
+    name: str, index: int, plan: Plan, of: fm.MarkovHead
+) -> OnePassEngine | PerStepEngine:
+    """The engine as on an NVIDIA GPU, with one configuration."""
+    config = CONFIGS[name][index]
+    if name == "per_step":
+        return PerStepEngine(of, plan, configs=(config,))
+    engine = OnePassEngine(of, plan, configs=(config,), cooperative=True)
+    engine._on_nvidia = True
+    return engine
+
+
+def examples(
+    mode: str, of: fm.MarkovHead, rows: int, dtype: torch.dtype
+) -> tuple[DraftBatch, torch.Tensor | None]:
+    index = torch.zeros(rows, STEPS, dtype=torch.int64)
+    base = torch.empty(1, dtype=dtype).expand(rows, STEPS, of.draft_vocab)
+    if mode == "greedy":
+        return DraftBatch(base, index[:, 0], index), None
+    batch = DraftBatch(base, index[:, 0], index, torch.ones(rows), index[:, 0])
+    return batch, torch.empty(1, dtype=dtype).expand(rows, STEPS, of.vocab_size)
+
+
+@functools.cache
+def launches(
+    name: str,
+    index: int,
+    mode: str,
+    rank: int = RANK,
+    dtype: torch.dtype = torch.bfloat16,
+    noise_dtype: torch.dtype = torch.float32,
+) -> list[Launch]:
+    """What the engine launches to warm up for a mode: one launch of each kernel."""
+    of = head(rank, dtype)
+    with recorded() as found:
+        engine = engine_of(name, index, Plan(3, STEPS, noise_dtype), of)
+        engine.warmup(*examples(mode, of, 3, dtype))
+    return list(distinct(found).values())
+
+
+def check(capability: int, found: list[Launch]) -> None:
+    assert found
+    for launch in found:
+        compiled = launch.compile(target(capability))
+        shared, limit = compiled.metadata.shared, SHARED[capability]
+        assert shared <= limit, f"{launch.name}: {shared} bytes shared, sm_{capability} has {limit}"
+
+
+@pytest.mark.parametrize(("capability", "engine", "index", "mode"), MATRIX)
+def test_compiles(capability: int, engine: str, index: int, mode: str) -> None:
+    check(capability, launches(engine, index, mode))
+
+
+# What has code or tiles of its own: wide rows of W2, fp32 products, fp64 noise.
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("rank", "dtype", "noise"),
+    [
+        pytest.param(1024, torch.bfloat16, torch.float32, id="rank 1024"),
+        pytest.param(256, torch.float32, torch.float64, id="fp32, fp64 noise"),
+    ],
+)
+def test_other_weights_compile(
+    engine: str, rank: int, dtype: torch.dtype, noise: torch.dtype
+) -> None:
+    # sm_120 has the least shared memory.
+    check(120, launches(engine, -1, MODES[0], rank, dtype, noise))
