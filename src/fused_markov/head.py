@@ -15,7 +15,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (MKL's fp32 sums differ between 1, 2 and up to 15 rows, oneDNN's bf16 sums at rank 512 between 16
 # and 48.) Sixteen rows cost about what five do, the product being bound by reading w2.
 CPU_ROWS = 16
-CPU_CANDIDATES = 8192
+CPU_CANDIDATES = 16384
 
 
 class MarkovHead:

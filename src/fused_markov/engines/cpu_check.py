@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_markov import noise
-from fused_markov.engines.cpu_guess import RUNS_AT_ONCE
 from fused_markov.engines.cpu_noise import RUN, NoiseGate
 from fused_markov.head import MarkovHead
 
@@ -57,6 +56,11 @@ class Best:
         self._id = torch.full((count,), 0 if ids is None else int(ids.min()))
         self._greedy = (pairs.temp == 0).nonzero().squeeze(1)
         self._sampled = (pairs.temp != 0).nonzero().squeeze(1)
+        self._temp = pairs.temp[self._sampled].unsqueeze(1)
+        self._state = pairs.state[self._sampled]
+        floor = pairs.floor[self._sampled].double().unsqueeze(1)
+        # The margin: the roundings of the sum, of the noise and of the uniform.
+        self._floor = floor - (1e-3 + 1e-6 * floor.abs().nan_to_num(posinf=0.0))
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,24 +104,14 @@ class Best:
         self._merge(pair, best.squeeze(1).to(self._score.dtype), found)
 
     def _update_sampled(self, runs: Tensor, tops: Tensor, low: int) -> None:
-        pair, pairs = self._sampled, self._pairs
-        floor = pairs.floor[pair].double().unsqueeze(1)
-        tempered = (tops[pair].float() / pairs.temp[pair].unsqueeze(1)).double()
-        # The margin: the roundings of the sum, of the noise and of the uniform.
-        need = floor - tempered - (1e-3 + 1e-6 * floor.abs().nan_to_num(posinf=0.0))
-        of, run = ((need <= self._gate.most) & (tempered > -torch.inf)).nonzero(as_tuple=True)
-        limit = self._gate.limit(need[of, run])
-        pair = pair[of]
-        for at in range(0, pair.numel(), RUNS_AT_ONCE):
-            part = slice(at, at + RUNS_AT_ONCE)
-            rank = self._gate.ranks(pairs.state[pair[part]], run[part] + low // RUN)
-            some = (rank.amin(dim=1) <= limit[part]).nonzero().squeeze(1)
-            i, place = (rank[some] <= limit[part][some].unsqueeze(1)).nonzero(as_tuple=True)
-            of_hit, run_hit = pair[part][some[i]], run[part][some[i]]
-            logits = runs[of_hit, run_hit, place]
-            self._waiting.append((of_hit, low + run_hit * RUN + place, logits))
-            if sum(x[0].numel() for x in self._waiting) >= SCORES_AT_ONCE:
-                self._score_waiting()
+        pair = self._sampled
+        need = self._floor - tops[pair].float() / self._temp
+        of, run = (need <= self._gate.most).nonzero(as_tuple=True)  # never where a run is all -inf
+        at, place, _ = self._gate.passing(self._state[of], run + low // RUN, need[of, run])
+        pair, run = pair[of[at]], run[at]
+        self._waiting.append((pair, low + run * RUN + place, runs[pair, run, place]))
+        if sum(x[0].numel() for x in self._waiting) >= SCORES_AT_ONCE:
+            self._score_waiting()
 
     def _score_waiting(self) -> None:
         """Compute the exact scores of the tokens that passed the gate."""

@@ -23,9 +23,6 @@ REACH = 4.0
 # A token this far behind wins once in e**(NEED + REACH) draws: not worth its hash in a guess.
 NEED = 12.0
 
-# Runs hashed at a time: two int32 slices of 256 KiB stay in the second-level cache.
-RUNS_AT_ONCE = 512
-
 # Rows whose candidates' w2 rows are gathered at a time.
 ROWS_AT_ONCE = 32
 
@@ -109,21 +106,16 @@ class Candidates:
         floor = torch.logsumexp(scaled, dim=1) - REACH
         need = floor.unsqueeze(1) - scaled
         pair, run = (need < NEED).nonzero(as_tuple=True)
-        limit = self._gate.limit(need[pair, run].double()).unsqueeze(1)
-        found = []
-        for part in _slices(pair.numel(), RUNS_AT_ONCE):
-            rank = self._gate.ranks(state[row, step][pair[part]], run[part])
-            i, j = (rank <= limit[part]).nonzero(as_tuple=True)
-            of, column, rank = pair[part][i], run[part][i] * RUN + j, rank[i, j]
-            inside = column < self._logits.shape[2]
-            of, column, rank = of[inside], column[inside], rank[inside]
-            base = self._logits[row[of], step[of], column]
-            g = self._gate.approximate(rank)
-            score = base.float() / temp[of] + g
-            near = score >= floor[of]
-            found.append((of[near], column[near], base[near], g[near], score[near]))
-        if found:
-            self._keep_best(row, step, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+        states = state[row, step][pair]
+        at, place, rank = self._gate.passing(states, run, need[pair, run].double())
+        of, column = pair[at], run[at] * RUN + place
+        inside = (column < self._logits.shape[2]).nonzero().squeeze(1)
+        of, column, rank = of[inside], column[inside], rank[inside]
+        base = self._logits[row[of], step[of], column]
+        g = self._gate.approximate(rank)
+        score = base.float() / temp[of] + g
+        near = (score >= floor[of]).nonzero().squeeze(1)
+        self._keep_best(row, step, *(x[near] for x in (of, column, base, g, score)))
 
     def _keep_best(
         self,
@@ -172,11 +164,14 @@ class Candidates:
         best = score.amax(dim=1, keepdim=True)
         ids = head.target_ids(index)
         token, place = torch.where(score == best, ids, torch.iinfo(torch.int64).max).min(dim=1)
-        # The sum may round the other way in the product: one place of the bias and of the logit.
+        # The product may sum in another order, and then round bias and logit the other way.
+        place = place.unsqueeze(1)
         eps = max(torch.finfo(d).eps for d in (head.dtype, base.dtype, self._dtype))
-        size = base.float().abs() + 2 * bias.float().abs()
-        slack = 2 * eps * (size / temp).gather(1, place.unsqueeze(1)) + 1e-5 * best.abs() + 1e-3
-        floor = (best - slack).squeeze(1)
+        off = 2 * eps * (base.float().abs() + 2 * bias.float().abs()).gather(1, place)
+        norms = head.w2[index.gather(1, place).squeeze(1)].float().norm(dim=1)
+        norms = (norms * head.w1[prev].float().norm(dim=1) * abs(head.scale)).unsqueeze(1)
+        off += 2.0**-23 * head.rank * norms
+        floor = (best - off / temp - 1e-5 * best.abs() - 1e-3).squeeze(1)
         return token, torch.where(floor.isfinite(), floor, -torch.inf)
 
 

@@ -17,6 +17,10 @@ from fused_markov.head import MarkovHead
 # Tokens are gated in runs of this many neighbours, by the run's largest logit.
 RUN = 128
 
+# Runs hashed at a time: an int32 slice of 160 KiB and a copy of it stay near the core, and a single
+# row's scratch below its cache.
+RUNS_AT_ONCE = 320
+
 # The most noise the stream can give, rounded up: -log(2**-33), and -log(2**-53) in fp64.
 MAX_NOISE = {torch.float32: 22.9, torch.float64: 37.5}
 
@@ -28,7 +32,9 @@ def _signed(x: int) -> int:
     return (x + 2**31) % 2**32 - 2**31
 
 
-_ADD, _MUL1, _MUL2 = _signed(0xE6546B64), _signed(0x85EBCA6B), _signed(0xC2B2AE35)
+def _constant(x: int) -> Tensor:
+    """A number as operations on int32 take it without a conversion each time."""
+    return torch.tensor(_signed(x), dtype=torch.int32)
 
 
 def _to_int32(x: Tensor) -> Tensor:
@@ -53,6 +59,12 @@ class NoiseGate:
             # rotl distributes over xor: the key and the row's state can be rotated beforehand.
             keys[low:high] = _to_int32(noise._rotl(noise._mix_key(ids), 13))
         self._keys = keys.view(runs, RUN)
+        self._multipliers = [_constant(x) for x in (5, 0x85EBCA6B, 0xC2B2AE35)]
+        self._addends = [_constant(x) for x in (0xE6546B64, 2**31)]
+        if noise_dtype == torch.float64:  # whose noise is large where the hash is: ~h for h
+            self._multipliers[2], self._addends[1] = _constant(-0xC2B2AE35), _constant(2**31 - 1)
+        self._sixteen, self._thirteen = _constant(16), _constant(13)
+        self._low16, self._low19 = _constant(0xFFFF), _constant(0x7FFFF)
 
     def states(self, seed: Tensor, step: Tensor, position: Tensor) -> Tensor:
         """int32 hash states before the token, for `ranks`. int64 arguments of one shape."""
@@ -73,25 +85,51 @@ class NoiseGate:
         """
         x = self._keys.index_select(0, run)
         x.bitwise_xor_(state.unsqueeze(1))
-        x.mul_(5).add_(_ADD).bitwise_xor_(16)
-        shifted = x >> 16
-        x.bitwise_xor_(shifted.bitwise_and_(0xFFFF)).mul_(_MUL1)
-        torch.bitwise_right_shift(x, 13, out=shifted)
-        x.bitwise_xor_(shifted.bitwise_and_(0x7FFFF))
-        if self.noise_dtype == torch.float64:  # large where the hash is: ~h
-            return x.mul_(-_MUL2).add_(_MIN - 1 + 2**32)
-        return x.mul_(_MUL2).add_(_MIN)
+        x.mul_(self._multipliers[0]).add_(self._addends[0]).bitwise_xor_(self._sixteen)
+        shifted = x >> self._sixteen
+        x.bitwise_xor_(shifted.bitwise_and_(self._low16)).mul_(self._multipliers[1])
+        torch.bitwise_right_shift(x, self._thirteen, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_(self._low19))
+        return x.mul_(self._multipliers[2]).add_(self._addends[1])
 
-    def limit(self, need: Tensor) -> Tensor:
-        """The largest rank (int32) whose noise may reach ``need``; float64, any shape."""
+    def passing(self, state: Tensor, run: Tensor, need: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of n runs whose noise may reach what their run needs.
+
+        Args:
+            state: int32 ``[n]``. run: int64 ``[n]``. need: float64 ``[n]``, margins taken off.
+
+        Returns:
+            Each token's place in ``[n]``, its place in the run, and its rank.
+        """
+        limit = self._limit(need).unsqueeze(1)
+        found = []
+        for low in range(0, run.numel(), RUNS_AT_ONCE):
+            part = slice(low, low + RUNS_AT_ONCE)
+            rank = self.ranks(state[part], run[part])
+            some = (rank.amin(dim=1, keepdim=True) <= limit[part]).squeeze(1).nonzero().squeeze(1)
+            rank, at = rank[some], some + low
+            i, place = (rank <= limit[at]).nonzero(as_tuple=True)
+            found.append((at[i], place, rank[i, place]))
+        if not found:
+            none = run.new_empty(0)
+            return none, none, none.to(torch.int32)
+        if len(found) == 1:
+            return found[0]
+        at, place, ranks = (torch.cat(x) for x in zip(*found, strict=True))
+        return at, place, ranks
+
+    @staticmethod
+    def _limit(need: Tensor) -> Tensor:
+        """The largest rank (int32) whose noise may reach ``need``."""
         reach = (torch.exp(-need) * 2.0**32).clamp_max_(2.0**32 - 1).to(torch.int64)
-        return ((reach | 0xFFFF) + _MIN).to(torch.int32)
+        return (reach.bitwise_or_(0xFFFF).add_(_MIN)).to(torch.int32)
 
     def approximate(self, rank: Tensor) -> Tensor:
-        """The noise behind ranks, as fp32 to about a millionth; for guesses only."""
+        """The noise behind ranks to about 1e-5, or in fp64, whose low bits are not known, less."""
         h = rank.to(torch.int64) - _MIN
         h = h ^ (h >> 16)  # the xor that `ranks` left out
+        middle = 0.5
         if self.noise_dtype == torch.float64:
-            h = h ^ 0xFFFF
-        u = (h.to(torch.float64) + 0.5) * 2.0**-32
+            h, middle = h ^ 0xFFFF, 1.0
+        u = ((h.to(torch.float64) + middle) * 2.0**-32).clamp_max_(1 - 2.0**-33)
         return -torch.log(-torch.log1p(-u)).to(torch.float32)
