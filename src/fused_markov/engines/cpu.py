@@ -112,7 +112,7 @@ class _Run:
         )
         passes = 0
         while (todo := self._walk(guess)).any():
-            self._check(todo)
+            self._check(todo, guess)
             passes += 1
         return passes
 
@@ -136,18 +136,17 @@ class _Run:
             prev = token
         return todo
 
-    def _check(self, todo: Tensor) -> None:
+    def _check(self, todo: Tensor, guess: Candidates) -> None:
         """Logits and best tokens of all pairs of ``todo``, in one pass over W2."""
         row, step = todo.nonzero(as_tuple=True)
         dense = bool(todo.all())
         steps = todo.shape[1]
         size = max(1, PAIRS_AT_ONCE // steps) * steps if dense else PAIRS_AT_ONCE
-        groups = [
-            self._pairs(
-                row[low : low + size], step[low : low + size], low // steps if dense else -1
-            )
-            for low in range(0, row.numel(), size)
-        ]
+        groups = []
+        for low in range(0, row.numel(), size):
+            part = slice(low, low + size)
+            first = low // steps if dense else None
+            groups.append(self._pairs(guess, row[part], step[part], first))
         for low, high in self._head.cpu_blocks():
             for pairs, best in groups:
                 logits = self._logits(pairs, low, high)
@@ -160,8 +159,14 @@ class _Run:
             self.token[at], self.nonfinite[at], self._found[at] = token, ~finite, sure
             self._no_floor[at] = ~sure
 
-    def _pairs(self, row: Tensor, step: Tensor, first: int) -> tuple[Pairs, Best]:
+    def _pairs(
+        self, guess: Candidates, row: Tensor, step: Tensor, first: int | None
+    ) -> tuple[Pairs, Best]:
+        """``first`` is the first row of pairs that are all steps of their rows."""
         at = (row, step)
+        rows = None
+        if first is not None:
+            rows = slice(first, first + row.numel() // self._live.shape[1])
         pairs = Pairs(
             row=row,
             step=step,
@@ -171,8 +176,9 @@ class _Run:
             state=self._state[at],
             seed=self._seed[at],
             position=self._position[at],
+            least=guess.least[at],
             floor=self._floor[at],
-            rows=None if first < 0 else slice(first, first + row.numel() // self._live.shape[1]),
+            rows=rows,
         )
         return pairs, Best(self._head, self._gate, pairs)
 

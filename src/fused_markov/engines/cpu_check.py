@@ -27,6 +27,7 @@ class Pairs:
         embed: ``[n, r]`` w1 rows of their predecessors.
         temp: fp32 temperature; 0 is greedy.
         state: int32 hash states. seed, position: int64.
+        least: int32 ``[n, runs]`` the least rank of each run's noise, or `UNKNOWN_RANK`.
         floor: a score that the best one is expected to reach; -inf where nothing is known.
         rows: the batch's rows where the pairs are all steps of successive rows; else None.
     """
@@ -39,6 +40,7 @@ class Pairs:
     state: Tensor
     seed: Tensor
     position: Tensor
+    least: Tensor
     floor: Tensor
     rows: slice | None
 
@@ -106,8 +108,12 @@ class Best:
     def _update_sampled(self, runs: Tensor, tops: Tensor, low: int) -> None:
         pair = self._sampled
         need = self._floor - tops[pair].float() / self._temp
-        of, run = (need <= self._gate.most).nonzero(as_tuple=True)  # never where a run is all -inf
-        at, place, _ = self._gate.passing(self._state[of], run + low // RUN, need[of, run])
+        first = low // RUN
+        least = self._pairs.least[pair, first : first + need.shape[1]]
+        # A run of -inf needs too much, or with no floor NaN: it is never looked at.
+        reached = (need <= self._gate.most) & (least <= self._gate.limit(need))
+        of, run = reached.nonzero(as_tuple=True)
+        at, place, _ = self._gate.passing(self._state[of], run + first, need[of, run])
         pair, run = pair[of[at]], run[at]
         self._waiting.append((pair, low + run * RUN + place, runs[pair, run, place]))
         if sum(x[0].numel() for x in self._waiting) >= SCORES_AT_ONCE:

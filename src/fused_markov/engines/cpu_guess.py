@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_markov.batch import DraftBatch
-from fused_markov.engines.cpu_noise import RUN, NoiseGate
+from fused_markov.engines.cpu_noise import RUN, UNKNOWN_RANK, NoiseGate
 from fused_markov.head import MarkovHead
 
 # Candidates kept a step.
@@ -34,6 +34,8 @@ class Candidates:
         index: int64 ``[R, S, K]`` rows of w2.
         base: ``[R, S, K]`` their base logits; -inf in unused places.
         noise: fp32 ``[R, S, K]``; 0 for greedy steps.
+        least: int32 ``[R, S, runs]`` the least rank of each run's noise where it was computed: most
+            runs need no second look in the check.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Candidates:
         self.noise = torch.zeros(shape)
         self._temp = torch.where(temp == 0, 1.0, temp)
         tops = self._largest_of_runs(live)
+        self.least = torch.full(tops.shape, UNKNOWN_RANK, dtype=torch.int32)
         self._greedy(tops, *(live & (temp == 0)).nonzero(as_tuple=True))
         self._sampled(tops, state, *(live & (temp != 0)).nonzero(as_tuple=True))
 
@@ -107,7 +110,9 @@ class Candidates:
         need = floor.unsqueeze(1) - scaled
         pair, run = (need < NEED).nonzero(as_tuple=True)
         states = state[row, step][pair]
-        at, place, rank = self._gate.passing(states, run, need[pair, run].double())
+        least = torch.empty_like(states)
+        at, place, rank = self._gate.passing(states, run, need[pair, run].double(), least)
+        self.least[row[pair], step[pair], run] = least
         of, column = pair[at], run[at] * RUN + place
         inside = (column < self._logits.shape[2]).nonzero().squeeze(1)
         of, column, rank = of[inside], column[inside], rank[inside]

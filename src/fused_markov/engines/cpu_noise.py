@@ -21,6 +21,9 @@ RUN = 128
 # row's scratch below its cache.
 RUNS_AT_ONCE = 320
 
+# Below every rank's limit: for runs whose least rank is not known.
+UNKNOWN_RANK = -(2**31)
+
 # The most noise the stream can give, rounded up: -log(2**-33), and -log(2**-53) in fp64.
 MAX_NOISE = {torch.float32: 22.9, torch.float64: 37.5}
 
@@ -92,21 +95,27 @@ class NoiseGate:
         x.bitwise_xor_(shifted.bitwise_and_(self._low19))
         return x.mul_(self._multipliers[2]).add_(self._addends[1])
 
-    def passing(self, state: Tensor, run: Tensor, need: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def passing(
+        self, state: Tensor, run: Tensor, need: Tensor, least: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens of n runs whose noise may reach what their run needs.
 
         Args:
             state: int32 ``[n]``. run: int64 ``[n]``. need: float64 ``[n]``, margins taken off.
+            least: int32 ``[n]`` that gets each run's least rank, if given.
 
         Returns:
             Each token's place in ``[n]``, its place in the run, and its rank.
         """
-        limit = self._limit(need).unsqueeze(1)
+        limit = self.limit(need).unsqueeze(1)
         found = []
         for low in range(0, run.numel(), RUNS_AT_ONCE):
             part = slice(low, low + RUNS_AT_ONCE)
             rank = self.ranks(state[part], run[part])
-            some = (rank.amin(dim=1, keepdim=True) <= limit[part]).squeeze(1).nonzero().squeeze(1)
+            smallest = rank.amin(dim=1, keepdim=True)
+            if least is not None:
+                least[part] = smallest.squeeze(1)
+            some = (smallest <= limit[part]).squeeze(1).nonzero().squeeze(1)
             rank, at = rank[some], some + low
             i, place = (rank <= limit[at]).nonzero(as_tuple=True)
             found.append((at[i], place, rank[i, place]))
@@ -119,7 +128,7 @@ class NoiseGate:
         return at, place, ranks
 
     @staticmethod
-    def _limit(need: Tensor) -> Tensor:
+    def limit(need: Tensor) -> Tensor:
         """The largest rank (int32) whose noise may reach ``need``."""
         reach = (torch.exp(-need) * 2.0**32).clamp_max_(2.0**32 - 1).to(torch.int64)
         return (reach.bitwise_or_(0xFFFF).add_(_MIN)).to(torch.int32)
