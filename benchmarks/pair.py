@@ -44,7 +44,7 @@ class Sizes:
     row_steps: int = 10_000
 
 
-QUICK = Sizes(prompts=2, tokens=24, seeds=60, batch=30, speed_prompts=2, row_steps=200)
+QUICK = Sizes(prompts=1, tokens=24, seeds=50, batch=50, speed_prompts=1, row_steps=150)
 
 
 def greedy(pair: Pair, sizes: Sizes) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def passes(pair: Pair, sizes: Sizes) -> dict[str, Any]:
     for turn, prompt in enumerate(PROMPTS * 1000):
         rounds: list[Round] = []
         temperature = (0.0, 1.0)[turn % 2]
-        options = {"max_tokens": 64, "temperature": temperature, "seed": turn}
+        options = {"max_tokens": sizes.tokens, "temperature": temperature, "seed": turn}
         engine = generate(pair, prompt, on_round=rounds.append, **options).engine
         head = pair.head
         sampler = fm.DraftSampler(head, max_rows=1, steps=pair.drafter.config.block_size)

@@ -23,6 +23,7 @@ from fused_markov.pair.target import END_OF_TURN, Target, chat_prompt
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+REPOSITORY = Path(__file__).parents[3]
 DRAFTER = "smollm2-135m-instruct-dspark"
 HALF_CHARACTER = "\ufffd"  # what a decoder shows for bytes that await their rest
 
@@ -97,13 +98,11 @@ def find_drafter(path: str | os.PathLike[str] | None = None) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if path is not None:
-        return Path(path)
-    folder = Path(__file__).parents[3] / "models" / DRAFTER
-    if not folder.is_dir():
+    folder = Path(path) if path is not None else REPOSITORY / "models" / DRAFTER
+    if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: no drafter there; it comes with the repository, not with the package: "
-            "run from a clone, or give its folder with --drafter"
+            f"{folder}: no drafter there (no config.json); ours comes with the repository, not "
+            "with the package: run from a clone, or give a folder with --drafter"
         )
     return folder
 
