@@ -11,13 +11,13 @@ from aot import SHARED, Launch, distinct, recorded, target
 import fused_markov as fm
 from fused_markov.batch import DraftBatch
 from fused_markov.engines import Plan
-from fused_markov.engines.configs import HOPPER, PER_STEP
+from fused_markov.engines.configs import ONE_PASS, PER_STEP
 from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
 
 VOCAB, STEPS, RANK = 129280, 5, 256
 ENGINES = ("one_pass", "per_step")
-CONFIGS = {"one_pass": HOPPER, "per_step": PER_STEP}
+CONFIGS = {"one_pass": ONE_PASS, "per_step": PER_STEP}
 MODES = ("noise, cache", "greedy")
 
 # All configurations for one chip, the extremes for the others, the rest only where time allows.

@@ -59,15 +59,86 @@ class PerStepConfig:
     programs_per_sm: int
 
 
-MB = 1 << 20
-
-HOPPER = (
-    OnePassConfig(16, 32, 1, 4096, 4, 16, 4, 24 * MB, 16, 128, 64, 3, 4, 3, 168),
-    OnePassConfig(64, 32, 4, 1024, 4, 32, 4, 24 * MB, 64, 128, 64, 3, 4, 3, 168),
-    OnePassConfig(1 << 30, 32, 8, 512, 4, 64, 4, 24 * MB, 64, 128, 64, 3, 4, 3, 168),
+# Chosen on one H200 (docs/performance.md), V=129280, rank 256, S=5, bf16, T=1.
+ONE_PASS = (
+    # Up to 16 row-steps. Links want many small work items; a check's tile of 16 rows wastes the
+    # least. Three programs a multiprocessor beat four (fewer registers) and two (8 warps). Asking
+    # L2 for W2 while linking cost the link launch more than it saved the check.
+    OnePassConfig(
+        max_row_steps=16,
+        chunks=32,
+        guess_m=1,
+        lanes=4096,
+        guess_warps=4,
+        predecessors=16,
+        link_warps=4,
+        prefetch=0,
+        block_m=16,
+        block_v=128,
+        block_k=64,
+        stages=3,
+        check_warps=4,
+        programs_per_sm=3,
+        check_registers=168,
+    ),
+    # Up to 64 row-steps. Eight warps of 128 registers keep a 64-row tile out of local memory:
+    # 64 us where four of 168 took 100. 32 chunks guess in 11 us, 16 in 20.
+    OnePassConfig(
+        max_row_steps=64,
+        chunks=32,
+        guess_m=4,
+        lanes=1024,
+        guess_warps=4,
+        predecessors=32,
+        link_warps=4,
+        prefetch=0,
+        block_m=64,
+        block_v=128,
+        block_k=64,
+        stages=3,
+        check_warps=8,
+        programs_per_sm=2,
+        check_registers=128,
+    ),
+    # Any number. Half as wide a tile lets four programs share a multiprocessor and hide each
+    # other's latency: 198 us against 207 (wide, 8 warps), 257 (128 rows) and 335 (wide, 4 warps).
+    OnePassConfig(
+        max_row_steps=1 << 30,
+        chunks=32,
+        guess_m=8,
+        lanes=512,
+        guess_warps=4,
+        predecessors=64,
+        link_warps=4,
+        prefetch=0,
+        block_m=64,
+        block_v=64,
+        block_k=64,
+        stages=3,
+        check_warps=4,
+        programs_per_sm=4,
+        check_registers=128,
+    ),
 )
 
+# Not yet measured: the one-pass tiles that did best, two programs a multiprocessor or one.
 PER_STEP = (
-    PerStepConfig(16, 16, 128, 64, 3, 4, 2),
-    PerStepConfig(1 << 30, 64, 128, 64, 3, 8, 1),
+    PerStepConfig(
+        max_rows=16,
+        block_m=16,
+        block_v=128,
+        block_k=64,
+        stages=3,
+        num_warps=4,
+        programs_per_sm=2,
+    ),
+    PerStepConfig(
+        max_rows=1 << 30,
+        block_m=64,
+        block_v=128,
+        block_k=64,
+        stages=3,
+        num_warps=8,
+        programs_per_sm=1,
+    ),
 )

@@ -167,7 +167,6 @@ def make_shape(
         STEPS=batch.steps,
         STEPS_P2=triton.next_power_of_2(batch.steps),
         RANK=head.rank,
-        RANK_P2=max(16, triton.next_power_of_2(head.rank)),
         NOISE=batch.temperature is not None,
         FP64=fp64 and batch.temperature is not None,
         CACHED=cache is not None,

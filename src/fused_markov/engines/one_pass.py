@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_markov.batch import DraftBatch, DraftResult
 from fused_markov.engines import Plan
-from fused_markov.engines.configs import CANDIDATES, HOPPER, OnePassConfig
+from fused_markov.engines.configs import CANDIDATES, ONE_PASS, OnePassConfig
 from fused_markov.engines.launch import (
     block_k,
     block_v,
@@ -47,7 +47,7 @@ class OnePassEngine:
         self,
         head: MarkovHead,
         plan: Plan,
-        configs: tuple[OnePassConfig, ...] = HOPPER,
+        configs: tuple[OnePassConfig, ...] = ONE_PASS,
         cooperative: bool | None = None,
     ) -> None:
         self._head, self._plan, self._configs = head, plan, configs

@@ -83,7 +83,6 @@ class Shape(NamedTuple):
     STEPS: int  # S
     STEPS_P2: int  # S, rounded up to a power of two
     RANK: int  # r
-    RANK_P2: int  # r, rounded up to a power of two of at least 16
     NOISE: bool  # temperatures are given
     FP64: bool  # fp64 noise and scores
     CACHED: bool  # logits are kept

@@ -27,7 +27,7 @@ def product(io, left, right, left_live, right_live, cfg: tl.constexpr):
     same in every tile.
     """
     acc = tl.zeros([left.shape[0], right.shape[0]], tl.float32)
-    for k0 in tl.range(0, cfg.RANK_P2, cfg.BLOCK_K, num_stages=cfg.STAGES):
+    for k0 in tl.range(0, cfg.RANK, cfg.BLOCK_K, num_stages=cfg.STAGES):
         k = k0 + tl.arange(0, cfg.BLOCK_K)
         a_mask, b_mask = left_live[:, None], right_live[:, None]
         if cfg.RANK % cfg.BLOCK_K != 0:
