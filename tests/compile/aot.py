@@ -65,8 +65,9 @@ def recorded() -> Iterator[list[Launch]]:
     """Record every launch inside instead of running it; no device is asked what fits on it."""
     launches: list[Launch] = []
 
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         launches.append(Launch(self, args, options))
+        return mock.MagicMock()  # in place of the compiled kernel
 
     fits = mock.patch.object(one_pass, "resident_programs", return_value=1)
     with mock.patch.object(JITFunction, "run", record), fits:
