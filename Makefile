@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
-PROMPT ?= Explain in a few sentences why the sky is blue.
+PROMPT ?= Can you provide a detailed guide on how to prepare for a job interview in the tech industry?
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
