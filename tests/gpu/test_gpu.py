@@ -6,7 +6,6 @@ caches then equal those of a library's matrix product to the bit, and a differen
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,15 +133,10 @@ def test_equals_the_reference(engine: str, case: Case) -> None:
     check(problem, sampler_of(problem, engine, noise_dtype=case.noise_dtype), case.cached)
 
 
-@functools.lru_cache(maxsize=1)
-def sized(vocab: int, rows: int) -> Problem:
-    return exact(make_problem(rows, 5, vocab, 256, temperature="mixed", device="cuda"))
-
-
 @pytest.mark.parametrize("rows", [1, 3, 8, 33, 64])
 @pytest.mark.parametrize("vocab", [1, 2047, 2048, 2049, 129280, 151936])
 def test_sizes(vocab: int, rows: int) -> None:
-    problem = sized(vocab, rows)
+    problem = exact(make_problem(rows, 5, vocab, 256, temperature="mixed", device="cuda"))
     for engine in ENGINES:
         check(problem, sampler_of(problem, engine))
 

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.interpret,
     # numpy, which the interpreter computes with, remarks on what the tests are about.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 
 # Small tiles: several of each kind even in a small vocabulary.
