@@ -114,7 +114,7 @@ def test_equals_reference(
     kwargs = dict(VARIANTS[variant])
     if "draft_vocab" in kwargs:
         kwargs["draft_vocab"] = max(1, shape[2] // kwargs["draft_vocab"])
-    for temperature in ("greedy", 1.0, "mixed"):
+    for temperature in ("greedy", "mixed"):
         problem = make_problem(
             *shape, dtype=dtype, temperature=temperature, device=device_of(engine), **kwargs
         )
@@ -313,7 +313,7 @@ def test_errors_name_the_argument(engine: str) -> None:
 
 
 @every_engine
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_small_problems(engine: str, data: st.DataObject) -> None:
     draw = data.draw

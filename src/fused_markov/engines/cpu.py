@@ -99,8 +99,8 @@ class _Run:
         self.nonfinite = torch.zeros(shape, dtype=torch.bool)
         self._found = torch.zeros(shape, dtype=torch.bool)
         self._prev = torch.full(shape, PADDING_TOKEN)  # what `token` was found after
-        self._floor = torch.full(shape, -torch.inf)  # a score that the step's best will reach
-        self._no_floor = torch.zeros(shape, dtype=torch.bool)  # it once did not
+        self._place = torch.zeros(shape, dtype=torch.int64)  # the guess, among its candidates
+        self._no_floor = torch.zeros(shape, dtype=torch.bool)  # the best once fell below the guess
 
     def finish(self) -> int:
         """Guess and check until all is final; how often W2 was read."""
@@ -130,9 +130,7 @@ class _Run:
             row = todo[:, step].nonzero().squeeze(1)
             if row.numel():
                 self._prev[row, step] = prev[row]
-                at = torch.full_like(row, step)
-                token[row], floor = guess.best_after(prev[row], row, at)
-                self._floor[row, step] = torch.where(self._no_floor[row, step], -torch.inf, floor)
+                token[row], self._place[row, step] = guess.best_after(prev[row], row, step)
             prev = token
         return todo
 
@@ -164,6 +162,7 @@ class _Run:
     ) -> tuple[Pairs, Best]:
         """``first`` is the first row of pairs that are all steps of their rows."""
         at = (row, step)
+        floor = guess.floors(self._prev[at], row, step, self._place[at])
         rows = None
         if first is not None:
             rows = slice(first, first + row.numel() // self._live.shape[1])
@@ -177,7 +176,7 @@ class _Run:
             seed=self._seed[at],
             position=self._position[at],
             least=guess.least[at],
-            floor=self._floor[at],
+            floor=torch.where(self._no_floor[at], -torch.inf, floor),
             rows=rows,
         )
         return pairs, Best(self._head, self._gate, pairs)

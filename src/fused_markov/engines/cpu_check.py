@@ -60,6 +60,7 @@ class Best:
         self._sampled = (pairs.temp != 0).nonzero().squeeze(1)
         self._temp = pairs.temp[self._sampled].unsqueeze(1)
         self._state = pairs.state[self._sampled]
+        self._least = pairs.least[self._sampled]
         floor = pairs.floor[self._sampled].double().unsqueeze(1)
         # The margin: the roundings of the sum, of the noise and of the uniform.
         self._floor = floor - (1e-3 + 1e-6 * floor.abs().nan_to_num(posinf=0.0))
@@ -106,15 +107,18 @@ class Best:
         self._merge(pair, best.squeeze(1).to(self._score.dtype), found)
 
     def _update_sampled(self, runs: Tensor, tops: Tensor, low: int) -> None:
-        pair = self._sampled
-        need = self._floor - tops[pair].float() / self._temp
+        need = self._floor - tops[self._sampled].float() / self._temp
+        limit = self._gate.limit(need)
         first = low // RUN
-        least = self._pairs.least[pair, first : first + need.shape[1]]
         # A run of -inf needs too much, or with no floor NaN: it is never looked at.
-        reached = (need <= self._gate.most) & (least <= self._gate.limit(need))
+        reached = (need <= self._gate.most) & (
+            self._least[:, first : first + need.shape[1]] <= limit
+        )
         of, run = reached.nonzero(as_tuple=True)
-        at, place, _ = self._gate.passing(self._state[of], run + first, need[of, run])
-        pair, run = pair[of[at]], run[at]
+        if not of.numel():
+            return
+        at, place, _ = self._gate.passing(self._state[of], run + first, limit[of, run])
+        pair, run = self._sampled[of[at]], run[at]
         self._waiting.append((pair, low + run * RUN + place, runs[pair, run, place]))
         if sum(x[0].numel() for x in self._waiting) >= SCORES_AT_ONCE:
             self._score_waiting()

@@ -26,6 +26,8 @@ NEED = 12.0
 # Rows whose candidates' w2 rows are gathered at a time.
 ROWS_AT_ONCE = 32
 
+_NO_ID = torch.iinfo(torch.int64).max
+
 
 class Candidates:
     """The candidates of every row and step, by their base logits and noise.
@@ -110,9 +112,12 @@ class Candidates:
         need = floor.unsqueeze(1) - scaled
         pair, run = (need < NEED).nonzero(as_tuple=True)
         states = state[row, step][pair]
-        least = torch.empty_like(states)
-        at, place, rank = self._gate.passing(states, run, need[pair, run].double(), least)
+        least = self._gate.least(states, run)
         self.least[row[pair], step[pair], run] = least
+        limit = self._gate.limit(need[pair, run].double())
+        near = (least <= limit).nonzero().squeeze(1)
+        pair, run = pair[near], run[near]
+        at, place, rank = self._gate.passing(states[near], run, limit[near])
         of, column = pair[at], run[at] * RUN + place
         inside = (column < self._logits.shape[2]).nonzero().squeeze(1)
         of, column, rank = of[inside], column[inside], rank[inside]
@@ -142,42 +147,44 @@ class Candidates:
         at = (row[of][kept], step[of][kept], place[kept])
         self.index[at], self.base[at], self.noise[at] = column[kept], base[kept], g[kept]
 
-    def best_after(self, prev: Tensor, row: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        """The best candidates after known predecessors.
-
-        Args:
-            prev: ``[n]`` target ids. row, step: ``[n]`` which steps.
+    def best_after(self, prev: Tensor, row: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """The best candidates of rows ``row`` ``[n]`` at one step after ``prev`` ``[n]``.
 
         Returns:
-            ``[n]`` target ids, and ``[n]`` fp32 scores that theirs are at least, or -inf.
+            Their target ids, and their places among the K.
         """
-        parts = [
-            self._best_after(prev[part], row[part], step[part])
-            for part in _slices(row.numel(), ROWS_AT_ONCE)
-        ]
-        token, floor = (torch.cat(x) for x in zip(*parts, strict=True))
-        return token, floor
+        parts = [self._best(prev[p], row[p], step) for p in _slices(row.numel(), ROWS_AT_ONCE)]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _best_after(self, prev: Tensor, row: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        head, temp = self._head, self._temp[row, step].unsqueeze(1)
-        index, base, g = self.index[row, step], self.base[row, step], self.noise[row, step]
+    def _best(self, prev: Tensor, row: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        head, index = self._head, self.index[row, step]
         bias = torch.bmm(head.w2[index].float(), head.w1[prev].float().unsqueeze(2)).squeeze(2)
         # Rounded as the logits will be: they tie, or lose, by their last place.
-        bias = head.transform(bias.to(head.dtype))
-        score = (base + bias).to(self._dtype).float() / temp + g
+        logits = (self.base[row, step] + head.transform(bias.to(head.dtype))).to(self._dtype)
+        score = logits.float() / self._temp[row, step].unsqueeze(1) + self.noise[row, step]
         score = score.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
-        best = score.amax(dim=1, keepdim=True)
-        ids = head.target_ids(index)
-        token, place = torch.where(score == best, ids, torch.iinfo(torch.int64).max).min(dim=1)
+        tied = score == score.amax(dim=1, keepdim=True)
+        token, place = torch.where(tied, head.target_ids(index), _NO_ID).min(dim=1)
+        return token, place
+
+    def floors(self, prev: Tensor, row: Tensor, step: Tensor, place: Tensor) -> Tensor:
+        """Scores that the steps' best are not below: those of candidates, roundings taken off.
+
+        All arguments are ``[n]``; fp32, -inf where a candidate's is no number.
+        """
+        head, at = self._head, (row, step, place)
+        w1, w2, base = head.w1[prev].float(), head.w2[self.index[at]].float(), self.base[at]
+        bias = head.transform((w1 * w2).sum(dim=1).to(head.dtype))
+        temp = self._temp[row, step]
+        score = (base + bias).to(self._dtype).float() / temp + self.noise[at]
         # The product may sum in another order, and then round bias and logit the other way.
-        place = place.unsqueeze(1)
         eps = max(torch.finfo(d).eps for d in (head.dtype, base.dtype, self._dtype))
-        off = 2 * eps * (base.float().abs() + 2 * bias.float().abs()).gather(1, place)
-        norms = head.w2[index.gather(1, place).squeeze(1)].float().norm(dim=1)
-        norms = (norms * head.w1[prev].float().norm(dim=1) * abs(head.scale)).unsqueeze(1)
-        off += 2.0**-23 * head.rank * norms
-        floor = (best - off / temp - 1e-5 * best.abs() - 1e-3).squeeze(1)
-        return token, torch.where(floor.isfinite(), floor, -torch.inf)
+        off = 2 * eps * (base.float().abs() + 2 * bias.float().abs())
+        off += 2.0**-23 * head.rank * abs(head.scale) * w1.norm(dim=1) * w2.norm(dim=1)
+        floor = score - off / temp - 1e-5 * score.abs() - 1e-3
+        return torch.where(floor.isfinite(), floor, -torch.inf)
 
 
 def _slices(length: int, size: int) -> list[slice]:

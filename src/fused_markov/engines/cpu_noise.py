@@ -95,41 +95,39 @@ class NoiseGate:
         x.bitwise_xor_(shifted.bitwise_and_(self._low19))
         return x.mul_(self._multipliers[2]).add_(self._addends[1])
 
-    def passing(
-        self, state: Tensor, run: Tensor, need: Tensor, least: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of n runs whose noise may reach what their run needs.
+    def least(self, state: Tensor, run: Tensor) -> Tensor:
+        """int32 ``[n]`` the least rank of each of n runs; arguments as for `ranks`."""
+        least = torch.empty_like(state)
+        for low in range(0, run.numel(), RUNS_AT_ONCE):
+            part = slice(low, low + RUNS_AT_ONCE)
+            torch.amin(self.ranks(state[part], run[part]), dim=1, out=least[part])
+        return least
+
+    def passing(self, state: Tensor, run: Tensor, limit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of n runs whose ranks are within the limit of their run.
 
         Args:
-            state: int32 ``[n]``. run: int64 ``[n]``. need: float64 ``[n]``, margins taken off.
-            least: int32 ``[n]`` that gets each run's least rank, if given.
+            state: int32 ``[n]``. run: int64 ``[n]``. limit: int32 ``[n]``. The runs are best chosen
+            by their `least` rank: each is hashed.
 
         Returns:
             Each token's place in ``[n]``, its place in the run, and its rank.
         """
-        limit = self.limit(need).unsqueeze(1)
         found = []
         for low in range(0, run.numel(), RUNS_AT_ONCE):
             part = slice(low, low + RUNS_AT_ONCE)
             rank = self.ranks(state[part], run[part])
-            smallest = rank.amin(dim=1, keepdim=True)
-            if least is not None:
-                least[part] = smallest.squeeze(1)
-            some = (smallest <= limit[part]).squeeze(1).nonzero().squeeze(1)
-            rank, at = rank[some], some + low
-            i, place = (rank <= limit[at]).nonzero(as_tuple=True)
-            found.append((at[i], place, rank[i, place]))
+            at, place = (rank <= limit[part].unsqueeze(1)).nonzero(as_tuple=True)
+            found.append((at + low, place, rank[at, place]))
         if not found:
             none = run.new_empty(0)
             return none, none, none.to(torch.int32)
-        if len(found) == 1:
-            return found[0]
-        at, place, ranks = (torch.cat(x) for x in zip(*found, strict=True))
-        return at, place, ranks
+        at, place, rank = (torch.cat(x) for x in zip(*found, strict=True))
+        return at, place, rank
 
     @staticmethod
     def limit(need: Tensor) -> Tensor:
-        """The largest rank (int32) whose noise may reach ``need``."""
+        """The largest rank (int32) whose noise may reach ``need`` (float64, margins taken off)."""
         reach = (torch.exp(-need) * 2.0**32).clamp_max_(2.0**32 - 1).to(torch.int64)
         return (reach.bitwise_or_(0xFFFF).add_(_MIN)).to(torch.int32)
 
