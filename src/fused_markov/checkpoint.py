@@ -24,6 +24,7 @@ from torch import Tensor
 from fused_markov.checkpoint_files import Store, open_store
 from fused_markov.errors import ArgumentError, CheckpointError
 from fused_markov.head import MarkovHead
+from fused_markov.successors import load_successors
 
 _FACTOR = re.compile(
     r"(?P<prefix>(?:.*\.)?)markov_head\.(?P<factor>markov_w1|markov_w2|embed|head)\."
@@ -67,6 +68,8 @@ def load_markov_head(
 ) -> MarkovHead:
     """Read the Markov head of a DSpark checkpoint; nothing else of the file is read.
 
+    Its successors are read too where a directory holds them (see `fused_markov.successors`).
+
     Args:
         path: a ``.safetensors`` file, or a directory of them, sharded or not.
         device: where the head shall live; ``None``: the CPU.
@@ -105,6 +108,7 @@ def load_markov_head(
             load("w1"),
             load("w2"),
             d2t=d2t,
+            successors=load_successors(path),
             scale=config.real("logit_scale", 1.0),
             soft_cap=config.soft_cap(),
             vocab_size=vocab,

@@ -35,6 +35,9 @@ class MarkovHead:
         soft_cap: ``tanh`` cap on the bias, as ``LogitsProcessor`` applies it; ``None``: no cap.
         vocab_size: true size of the target vocabulary when ``w1`` and ``w2`` are padded beyond it;
             ids at or past it are never drafted. ``None``: ``w1``'s rows.
+        successors: ``[vocab_size, L]`` int32 rows of w2 with the largest bias after each token, as
+            `fused_markov.successors.find_successors` gives them; ``None``: not known. They make
+            better guesses where the bias is strong, and decide nothing else.
         w2_scale: ``[w2_rows]`` or ``[w2_rows, 1]`` fp32 row scales of an fp8 ``w2``.
 
     Attributes:
@@ -56,6 +59,7 @@ class MarkovHead:
         scale: float = 1.0,
         soft_cap: float | None = None,
         vocab_size: int | None = None,
+        successors: Tensor | None = None,
         w2_scale: Tensor | None = None,
     ) -> None:
         w2 = _dequantized(w1, w2, w2_scale)
@@ -84,6 +88,7 @@ class MarkovHead:
             )
         else:
             self.draft_vocab = vocab_size
+        self.successors = _checked_successors(successors, self)
 
     @property
     def rank(self) -> int:
@@ -182,6 +187,26 @@ def _check_weights(w1: Tensor, w2: Tensor) -> None:
         raise ArgumentError("w2", f"w1's dtype {w1.dtype}", str(w2.dtype), "convert one of them")
     if w1.device != w2.device:
         raise ArgumentError("w2", f"w1's device {w1.device}", str(w2.device))
+
+
+def _checked_successors(successors: Tensor | None, head: MarkovHead) -> Tensor | None:
+    if successors is None:
+        return None
+    if successors.dim() != 2 or successors.shape[0] != head.vocab_size or not successors.shape[1]:
+        raise ArgumentError(
+            "successors", f"shape [{head.vocab_size}, L]", str(list(successors.shape))
+        )
+    if successors.dtype != torch.int32:
+        raise ArgumentError("successors", "int32", str(successors.dtype))
+    low, high = int(successors.min()), int(successors.max())
+    if low < 0 or high >= head.draft_vocab:
+        raise ArgumentError(
+            "successors",
+            f"rows of w2 in [0, {head.draft_vocab})",
+            f"rows from {low} to {high}",
+            "find them again for this head",
+        )
+    return successors.to(head.device)
 
 
 def _target_ids(

@@ -16,10 +16,6 @@ from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
 from fused_markov.problems import Problem, make_problem
 
-pytestmark = pytest.mark.xfail(
-    strict=True, reason="Triton specialises on the numbers in a tuple: 1, and multiples of 16"
-)
-
 MAX_ROWS, MAX_VARIANTS = 64, 12
 ENGINES = {"one_pass": OnePassEngine, "per_step": PerStepEngine}
 

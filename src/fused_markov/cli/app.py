@@ -9,6 +9,7 @@ import typer
 from fused_markov.cli.bench import bench
 from fused_markov.cli.generate import generate
 from fused_markov.cli.info import info
+from fused_markov.cli.successors import successors
 from fused_markov.cli.verify import verify
 from fused_markov.errors import FusedMarkovError
 
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, verify, bench, info):
+for command in (generate, verify, bench, info, successors):
     app.command()(command)
 
 

@@ -20,7 +20,7 @@ from fused_markov.batch import (
 )
 from fused_markov.engines import Plan
 from fused_markov.engines.cpu_check import Best, Pairs
-from fused_markov.engines.cpu_guess import Candidates
+from fused_markov.engines.cpu_guess import Candidates, Guess
 from fused_markov.engines.cpu_noise import NoiseGate
 from fused_markov.head import MarkovHead
 
@@ -99,7 +99,12 @@ class _Run:
         self.nonfinite = torch.zeros(shape, dtype=torch.bool)
         self._found = torch.zeros(shape, dtype=torch.bool)
         self._prev = torch.full(shape, PADDING_TOKEN)  # what `token` was found after
-        self._place = torch.zeros(shape, dtype=torch.int64)  # the guess, among its candidates
+        self._guess = Guess(  # what `_prev` was followed by, by guess
+            self.token.clone(),
+            torch.zeros(shape, dtype=torch.int64),
+            torch.zeros(shape, dtype=batch.base_logits.dtype),
+            torch.zeros(shape),
+        )
         self._no_floor = torch.zeros(shape, dtype=torch.bool)  # the best once fell below the guess
 
     def finish(self) -> int:
@@ -130,7 +135,10 @@ class _Run:
             row = todo[:, step].nonzero().squeeze(1)
             if row.numel():
                 self._prev[row, step] = prev[row]
-                token[row], self._place[row, step] = guess.best_after(prev[row], row, step)
+                best = guess.best_after(prev[row], row, step)
+                token[row] = best.token
+                for kept, new in zip(self._guess, best, strict=True):
+                    kept[row, step] = new
             prev = token
         return todo
 
@@ -162,7 +170,7 @@ class _Run:
     ) -> tuple[Pairs, Best]:
         """``first`` is the first row of pairs that are all steps of their rows."""
         at = (row, step)
-        floor = guess.floors(self._prev[at], row, step, self._place[at])
+        floor = guess.floors(self._prev[at], row, step, Guess(*(x[at] for x in self._guess)))
         rows = None
         if first is not None:
             rows = slice(first, first + row.numel() // self._live.shape[1])

@@ -5,6 +5,8 @@ Nothing here needs to be exact: a wrong guess costs another pass over W2, never 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,15 @@ NEED = 12.0
 ROWS_AT_ONCE = 32
 
 _NO_ID = torch.iinfo(torch.int64).max
+
+
+class Guess(NamedTuple):
+    """Guessed winners ``[n]``: target ids, rows of w2, base logits, fp32 noise (0: greedy)."""
+
+    token: Tensor
+    place: Tensor
+    base: Tensor
+    noise: Tensor
 
 
 class Candidates:
@@ -58,11 +69,12 @@ class Candidates:
         self.index = torch.zeros(shape, dtype=torch.int64)
         self.base = torch.full(shape, -torch.inf, dtype=self._logits.dtype)
         self.noise = torch.zeros(shape)
-        self._temp = torch.where(temp == 0, 1.0, temp)
+        self._cold, self._state = temp == 0, state
+        self._temp = torch.where(self._cold, 1.0, temp)
         tops = self._largest_of_runs(live)
         self.least = torch.full(tops.shape, UNKNOWN_RANK, dtype=torch.int32)
         self._greedy(tops, *(live & (temp == 0)).nonzero(as_tuple=True))
-        self._sampled(tops, state, *(live & (temp != 0)).nonzero(as_tuple=True))
+        self._sampled(tops, *(live & (temp != 0)).nonzero(as_tuple=True))
 
     def _whole_runs(self) -> Tensor:
         """The base logits as ``[R, S, whole runs, RUN]``, without a copy."""
@@ -99,10 +111,12 @@ class Candidates:
             logits[i, j] = self._last_run(r[i], s[i])
             logits.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
             best = logits.flatten(1).topk(self.index.shape[2], dim=1, sorted=False)
-            self.index[r, s] = run.gather(1, best.indices // RUN) * RUN + best.indices % RUN
+            index = run.gather(1, best.indices // RUN) * RUN + best.indices % RUN
+            # The padding behind the last candidate is chosen where little else is above -inf.
+            self.index[r, s] = index.clamp_max_(self._head.draft_vocab - 1)
             self.base[r, s] = best.values
 
-    def _sampled(self, tops: Tensor, state: Tensor, row: Tensor, step: Tensor) -> None:
+    def _sampled(self, tops: Tensor, row: Tensor, step: Tensor) -> None:
         """The best noised base logits among the tokens whose noise brings them near the top."""
         if not row.numel():
             return
@@ -111,7 +125,7 @@ class Candidates:
         floor = torch.logsumexp(scaled, dim=1) - REACH
         need = floor.unsqueeze(1) - scaled
         pair, run = (need < NEED).nonzero(as_tuple=True)
-        states = state[row, step][pair]
+        states = self._state[row, step][pair]
         least = self._gate.least(states, run)
         self.least[row[pair], step[pair], run] = least
         limit = self._gate.limit(need[pair, run].double())
@@ -147,38 +161,49 @@ class Candidates:
         at = (row[of][kept], step[of][kept], place[kept])
         self.index[at], self.base[at], self.noise[at] = column[kept], base[kept], g[kept]
 
-    def best_after(self, prev: Tensor, row: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """The best candidates of rows ``row`` ``[n]`` at one step after ``prev`` ``[n]``.
-
-        Returns:
-            Their target ids, and their places among the K.
-        """
+    def best_after(self, prev: Tensor, row: Tensor, step: int) -> Guess:
+        """The best candidates of rows ``row`` ``[n]`` at one step after ``prev`` ``[n]``."""
         parts = [self._best(prev[p], row[p], step) for p in _slices(row.numel(), ROWS_AT_ONCE)]
         if len(parts) == 1:
             return parts[0]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return Guess(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
-    def _best(self, prev: Tensor, row: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        head, index = self._head, self.index[row, step]
+    def _best(self, prev: Tensor, row: Tensor, step: int) -> Guess:
+        head = self._head
+        index, base, g = self._candidates(prev, row, step)
         bias = torch.bmm(head.w2[index].float(), head.w1[prev].float().unsqueeze(2)).squeeze(2)
         # Rounded as the logits will be: they tie, or lose, by their last place.
-        logits = (self.base[row, step] + head.transform(bias.to(head.dtype))).to(self._dtype)
-        score = logits.float() / self._temp[row, step].unsqueeze(1) + self.noise[row, step]
+        logits = (base + head.transform(bias.to(head.dtype))).to(self._dtype)
+        score = logits.float() / self._temp[row, step].unsqueeze(1) + g
         score = score.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
         tied = score == score.amax(dim=1, keepdim=True)
         token, place = torch.where(tied, head.target_ids(index), _NO_ID).min(dim=1)
-        return token, place
+        at = place.unsqueeze(1)
+        return Guess(token, *(x.gather(1, at).squeeze(1) for x in (index, base, g)))
 
-    def floors(self, prev: Tensor, row: Tensor, step: Tensor, place: Tensor) -> Tensor:
-        """Scores that the steps' best are not below: those of candidates, roundings taken off.
+    def _candidates(self, prev: Tensor, row: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of w2, base logits and noise ``[n, K]`` of a step, with ``prev``'s successors."""
+        found = self.index[row, step], self.base[row, step], self.noise[row, step]
+        if self._head.successors is None:
+            return found
+        index = self._head.successors[prev].to(torch.int64)
+        base = self._logits[row.unsqueeze(1), step, index]
+        g = self._gate.approximate(self._gate.ranks_of(self._state[row, step], index))
+        g = torch.where(self._cold[row, step].unsqueeze(1), 0.0, g)
+        more = (index, base, g)
+        index, base, g = (torch.cat(x, dim=1) for x in zip(found, more, strict=True))
+        return index, base, g
 
-        All arguments are ``[n]``; fp32, -inf where a candidate's is no number.
+    def floors(self, prev: Tensor, row: Tensor, step: Tensor, guess: Guess) -> Tensor:
+        """Scores that the steps' best are not below: those of guesses, roundings taken off.
+
+        All arguments are ``[n]``; fp32, -inf where a guess's is no number.
         """
-        head, at = self._head, (row, step, place)
-        w1, w2, base = head.w1[prev].float(), head.w2[self.index[at]].float(), self.base[at]
+        head, base = self._head, guess.base
+        w1, w2 = head.w1[prev].float(), head.w2[guess.place].float()
         bias = head.transform((w1 * w2).sum(dim=1).to(head.dtype))
         temp = self._temp[row, step]
-        score = (base + bias).to(self._dtype).float() / temp + self.noise[at]
+        score = (base + bias).to(self._dtype).float() / temp + guess.noise
         # The product may sum in another order, and then round bias and logit the other way.
         eps = max(torch.finfo(d).eps for d in (head.dtype, base.dtype, self._dtype))
         off = 2 * eps * (base.float().abs() + 2 * bias.float().abs())

@@ -86,7 +86,14 @@ class NoiseGate:
         Args:
             state: int32 ``[n]`` of the run's row and step. run: int64 ``[n]`` index of the run.
         """
-        x = self._keys.index_select(0, run)
+        return self._hashed(self._keys.index_select(0, run), state)
+
+    def ranks_of(self, state: Tensor, candidate: Tensor) -> Tensor:
+        """The ranks of single candidates ``[n, k]``; ``state`` int32 ``[n]``."""
+        return self._hashed(self._keys.view(-1)[candidate], state)
+
+    def _hashed(self, x: Tensor, state: Tensor) -> Tensor:
+        """The ranks behind keys ``[n, k]``, computed in their place."""
         x.bitwise_xor_(state.unsqueeze(1))
         x.mul_(self._multipliers[0]).add_(self._addends[0]).bitwise_xor_(self._sixteen)
         shifted = x >> self._sixteen

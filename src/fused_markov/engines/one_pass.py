@@ -14,7 +14,9 @@ from fused_markov.engines.configs import CANDIDATES, ONE_PASS, OnePassConfig
 from fused_markov.engines.launch import (
     block_k,
     block_v,
+    compiled_for,
     head_data,
+    launch,
     make_inputs,
     make_shape,
     multiprocessors,
@@ -115,15 +117,16 @@ class OnePassEngine:
         if shape.PREFETCH:
             links = max(links, self._multiprocessors)
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
-        guess_kernel[(guesses,)](io, scratch, shape, num_warps=config.guess_warps)
-        link_kernel[(links,)](io, scratch, shape, num_warps=config.link_warps)
+        launch(guess_kernel, guesses, io, scratch, shape, num_warps=config.guess_warps)
+        launch(link_kernel, links, io, scratch, shape, num_warps=config.link_warps)
         warps = config.check_warps
         if self._cooperative:
-            passes_kernel[(programs,)](io, scratch, shape, **_cooperative_options(config))
+            options = _cooperative_options(config)
+            launch(passes_kernel, programs, io, scratch, shape, **options)
             return
         for index in range(shape.PASSES):
-            check_kernel[(programs,)](io, scratch, index, shape, num_warps=warps)
-            settle_kernel[(io.rows,)](io, scratch, index, shape, num_warps=warps)
+            launch(check_kernel, programs, io, scratch, index, shape, num_warps=warps)
+            launch(settle_kernel, io.rows, io, scratch, index, shape, num_warps=warps)
 
     def _programs_per_sm(self, io: Inputs, shape: Shape, config: OnePassConfig) -> int:
         """How many checking programs to launch a multiprocessor: all must be resident at once."""
@@ -131,7 +134,7 @@ class OnePassEngine:
             return config.programs_per_sm
         if shape not in self._resident:
             options = _cooperative_options(config)
-            kernel = passes_kernel.run(io, self._scratch, shape, grid=(1,), warmup=True, **options)
+            kernel = compiled_for(passes_kernel, io, self._scratch, shape, **options)
             fit = resident_programs(kernel, config.check_warps, self._head.device)
             self._resident[shape] = min(fit, config.programs_per_sm)
         return self._resident[shape]

@@ -13,6 +13,7 @@ from fused_markov.engines.launch import (
     block_k,
     block_v,
     head_data,
+    launch,
     make_inputs,
     make_shape,
     multiprocessors,
@@ -76,11 +77,11 @@ class PerStepEngine:
             BLOCK_K=block_k(config.block_k, head),
             STAGES=config.stages,
         )
-        programs = self._multiprocessors * config.programs_per_sm
+        programs, warps = self._multiprocessors * config.programs_per_sm, config.num_warps
         for step in range(batch.steps):
-            step_kernel[(programs,)](io, self._scratch, step, shape, num_warps=config.num_warps)
+            launch(step_kernel, programs, io, self._scratch, step, shape, num_warps=warps)
         blocks = triton.cdiv(rows, config.block_m)
-        last_kernel[(blocks,)](io, self._scratch, programs, shape, num_warps=config.num_warps)
+        launch(last_kernel, blocks, io, self._scratch, programs, shape, num_warps=warps)
 
     def warmup(
         self,
