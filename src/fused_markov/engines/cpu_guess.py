@@ -16,7 +16,7 @@ from fused_markov.engines.cpu_noise import RUN, UNKNOWN_RANK, NoiseGate
 from fused_markov.head import MarkovHead
 
 # Candidates kept a step.
-CANDIDATES = 96
+CANDIDATES = 160
 
 # With Gumbel noise, e**c tokens on average score above logsumexp - c whatever the logits are. The
 # logsumexp of the runs' largest logits, taken for that of all, is too low, so more than 55 do.
