@@ -175,6 +175,7 @@ POISONS: dict[str, Callable[[Tensor], object]] = {
     "all NaN": lambda x: x.fill_(torch.nan),
     "all -inf": lambda x: x.fill_(-torch.inf),
     "one finite": lambda x: x.fill_(-torch.inf)[:, :, 700].fill_(-3.0),
+    "one of the last finite": lambda x: x.fill_(-torch.inf)[:, :, -10].fill_(-3.0),
     "inf twice": lambda x: x[:, :, [300, 200]].fill_(1).add_(torch.inf),
     "one +inf": lambda x: x[:, 1:3, 500].fill_(torch.inf),
     "NaN and -inf": lambda x: x.fill_(-torch.inf)[:, :, 300].fill_(torch.nan),
@@ -190,6 +191,20 @@ def test_nonfinite_base(engine: str, poison: str) -> None:
     for temperature, vocab in (("greedy", 1000), ("mixed", 1000), ("greedy", 3000)):
         p = make_problem(4, 5, vocab, 16, temperature=temperature, device=device_of(engine))
         POISONS[poison](p.batch.base_logits)
+        check(engine, p)
+
+
+@every_engine
+@pytest.mark.parametrize("temperature", ["greedy", 1.0])
+@pytest.mark.parametrize("finite", [0, 1, 100])
+def test_little_above_minus_infinity(engine: str, finite: int, temperature: str | float) -> None:
+    """Fewer finite logits than an engine keeps candidates, and a vocabulary of odd size."""
+    for vocab in (257, 1000, 3000):
+        p = make_problem(2, 3, vocab, 16, temperature=temperature, device=device_of(engine))
+        logits = p.batch.base_logits
+        keep = torch.arange(vocab - 1, -1, -vocab // max(1, finite))[:finite]
+        kept = logits[:, :, keep].clone()
+        logits.fill_(-torch.inf)[:, :, keep] = kept
         check(engine, p)
 
 
