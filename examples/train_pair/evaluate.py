@@ -22,6 +22,7 @@ from torch import Tensor
 from data import write_chats
 from fused_markov.pair import Drafter, Target
 from fused_markov.pair.gguf_file import GgufFile, find_gguf
+from fused_markov.pair.layers import KVCache
 
 HELD_OUT_SEED = 1_000_003  # training seeds count up from a small one
 
@@ -99,6 +100,16 @@ def _verify(
     return count, torch.multinomial(left.clamp_min(1e-20), 1)[:, 0]
 
 
+def _select(cache: KVCache, new: KVCache, keep: Tensor) -> KVCache:
+    """Copy the rows ``keep`` of ``cache`` into the empty cache ``new``."""
+    end = int(cache.lengths.max())
+    for layer in range(len(cache.keys)):
+        kept = (store[layer, keep, :, :end] for store in (cache.keys, cache.values))
+        new.write(layer, *kept)
+    new.advance(cache.lengths[keep.cpu()])
+    return new
+
+
 @torch.inference_mode()
 def measure(
     target: Target,
@@ -109,8 +120,12 @@ def measure(
     markov: bool = True,
     new_tokens: int = 128,
     end: int = 2,
+    compact: float = 0.75,
 ) -> Acceptance:
-    """Decode an answer to every prompt (token ids) as one batch and count acceptances."""
+    """Decode an answer to every prompt (token ids) as one batch and count acceptances.
+
+    Once no more than the share ``compact`` of the batch is unfinished, the rest is dropped.
+    """
     device, rows, steps = target.device, len(prompts), drafter.config.block_size
     longest = max(map(len, prompts))
     ids = torch.full((rows, longest), end, dtype=torch.int64)
@@ -150,12 +165,20 @@ def measure(
         result.rounds += int(alive.sum())
         finished = (ended < count) | (following.cpu() == end)
         made += torch.where(alive, count + 1, 0)
-        # Rows that are finished keep decoding in place, uncounted, so that shapes stay whole.
+        # Rows that are finished keep decoding in place, uncounted, until enough of them are.
         stay = alive & ~finished & (made < new_tokens)
         kept = torch.where(alive, count + 1, 0)
         drafter.extend(context, out.hidden, kept)
         cache.crop(cache.lengths - (steps + 1) + kept)
         anchors, alive = following, stay
+        left = int(alive.sum())
+        if 0 < left <= compact * len(alive):
+            keep = alive.nonzero()[:, 0]
+            made, alive = made[keep], alive[keep]
+            keep = keep.to(device)
+            anchors = anchors[keep]
+            cache = _select(cache, target.new_cache(left, room), keep)
+            context = _select(context, drafter.new_cache(left, room), keep)
     return result
 
 
