@@ -17,7 +17,7 @@ from fused_markov.head import MarkovHead
 
 FILE_NAME = "successors.safetensors"
 TENSOR_NAME = "successors"
-COUNT = 32
+COUNT = 48
 
 # Predecessors whose bias rows are held at a time.
 ROWS_AT_ONCE = 64
