@@ -28,6 +28,7 @@ class DraftBatch:
         seeds: ``[N]`` int64 request seeds by slot; needed where ``temperature`` is given.
         slots: ``[R]`` or ``[R, S]`` int32/int64 request slot of each row (and step); negative is
             padding: nothing of it is read or written and its token is 0. ``None``: row i is slot i.
+            With a cache, live rows must not share a slot: which one it then holds is not defined.
 
     The tensors are borrowed, never copied. Checked when sampled, by `check_inputs`.
     """

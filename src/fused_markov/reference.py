@@ -22,6 +22,7 @@ from fused_markov.batch import (
 from fused_markov.head import MarkovHead
 
 
+@torch.no_grad()
 def sample(
     head: MarkovHead,
     batch: DraftBatch,
