@@ -126,7 +126,7 @@ class MarkovHead:
         rows = embed.shape[0]
         embed, w2 = F.pad(embed, (0, 0, 0, -rows % CPU_ROWS)), self.w2[low:high]
         # W2 on the left: the libraries then read it in half the time.
-        tiles = [torch.mm(w2, tile.T).T for tile in embed.split(CPU_ROWS)]
+        tiles = [torch.mm(w2, tile.T).T for tile in torch.split(embed, CPU_ROWS)]
         return self.transform((tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows])
 
     def transform(self, bias: Tensor) -> Tensor:
