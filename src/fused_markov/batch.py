@@ -72,6 +72,9 @@ class DraftResult:
             candidate above -inf the token is the lowest candidate id.
         engine: name of the engine that ran.
         passes_tensor: how often W2 was read (int64, one element, on the device).
+
+    The GPU engines keep ``nonfinite`` and ``passes_tensor`` at fixed addresses, for graphs: the
+    sampler's next `sample` writes over them. Clone what shall outlive it.
     """
 
     tokens: Tensor

@@ -44,6 +44,8 @@ class MarkovHead:
         vocab_size: the target vocabulary V_t: previous tokens and drafted ids lie in ``[0, V_t)``.
         draft_vocab: number of candidates V: ``w2[:V]`` and ``base_logits[..., :V]`` are used.
         id_map: int64 ``[V]`` on the head's device, or ``None``.
+        lowest_id: the lowest target id of a candidate: the token where nothing is above -inf.
+        ascending: whether the target ids rise with the candidates.
 
     Raises:
         ArgumentError: for any wrong shape, dtype, device, stride or id.
@@ -88,6 +90,9 @@ class MarkovHead:
             )
         else:
             self.draft_vocab = vocab_size
+        ids = self.id_map
+        self.lowest_id = 0 if ids is None else int(ids.min())
+        self.ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
         self.successors = _checked_successors(successors, self)
 
     @property

@@ -50,12 +50,10 @@ class Best:
 
     def __init__(self, head: MarkovHead, gate: NoiseGate, pairs: Pairs) -> None:
         self._head, self._gate, self._pairs = head, gate, pairs
-        ids = head.id_map
-        self._ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
         count = pairs.row.numel()
         # With no score above -inf the token is the lowest candidate.
         self._score = torch.full((count,), -torch.inf, dtype=gate.noise_dtype)
-        self._id = torch.full((count,), 0 if ids is None else int(ids.min()))
+        self._id = torch.full((count,), head.lowest_id)
         self._greedy = (pairs.temp == 0).nonzero().squeeze(1)
         self._sampled = (pairs.temp != 0).nonzero().squeeze(1)
         self._temp = pairs.temp[self._sampled].unsqueeze(1)
@@ -95,7 +93,7 @@ class Best:
         pair = self._greedy
         tops = tops[pair]
         best = tops.amax(dim=1, keepdim=True)
-        if self._ascending:
+        if self._head.ascending:
             run = _first(tops == best)
             place = _first(runs[pair, run] == best)
             found = self._target(low + run * RUN + place)

@@ -98,18 +98,17 @@ class HeadData:
 
     id_map: Tensor
     holes: Tensor
-    lowest_id: int
 
 
 def head_data(head: MarkovHead) -> HeadData:
-    """Id map (a dummy where there is none), unmapped target ids, and the lowest candidate id."""
+    """Id map (a dummy where there is none) and unmapped target ids."""
     if head.id_map is None:
         none = torch.zeros(1, dtype=torch.int64, device=head.device)
-        return HeadData(none, none.to(torch.int32), 0)
+        return HeadData(none, none.to(torch.int32))
     unmapped = torch.ones(head.vocab_size, dtype=torch.bool, device=head.device)
     unmapped[head.id_map] = False
     holes = unmapped.nonzero().squeeze(1).to(torch.int32)
-    return HeadData(head.id_map.contiguous(), holes, int(head.id_map.min()))
+    return HeadData(head.id_map.contiguous(), holes)
 
 
 def make_inputs(
@@ -160,7 +159,7 @@ def make_inputs(
         rows=batch.rows,
         vocab=head.draft_vocab,
         vocab_size=head.vocab_size,
-        lowest_id=data.lowest_id,
+        lowest_id=head.lowest_id,
         num_holes=num_holes,
         num_fill=num_holes + max(width - fill_from, 0),
         fill_from=fill_from,

@@ -1,4 +1,4 @@
-"""The one-pass engine: guess, chain, check and settle, with W2 read once in the common case."""
+"""The one-pass engine: guess, link, check and settle, with W2 read once in the common case."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.batch import DraftBatch
 from fused_markov.engines import Plan
 from fused_markov.engines.configs import CANDIDATES, ONE_PASS, OnePassConfig
+from fused_markov.engines.gpu import TritonEngine
 from fused_markov.engines.launch import (
     block_k,
     block_v,
     compiled_for,
-    head_data,
     launch,
-    make_inputs,
     make_shape,
-    multiprocessors,
-    on_device,
     resident_programs,
-    why_not_triton,
 )
-from fused_markov.engines.warm import bucket_rows, padding_calls
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Scratch, Shape
 from fused_markov.kernels.one_pass import (
@@ -36,7 +31,7 @@ from fused_markov.kernels.one_pass import (
 )
 
 
-class OnePassEngine:
+class OnePassEngine(TritonEngine):
     """Draft sampling in three launches: guess, link, and a cooperative one that checks and settles.
 
     Where there are no cooperative launches, checks and settlings are launched apart, as many as a
@@ -52,40 +47,13 @@ class OnePassEngine:
         configs: tuple[OnePassConfig, ...] = ONE_PASS,
         cooperative: bool | None = None,
     ) -> None:
-        self._head, self._plan, self._configs = head, plan, configs
-        on_gpu = head.device.type == "cuda"
-        self._on_nvidia = on_gpu and torch.version.hip is None
+        super().__init__(head, plan)
+        self._configs = configs
+        self._on_nvidia = head.device.type == "cuda" and torch.version.hip is None
         self._cooperative = self._on_nvidia if cooperative is None else cooperative
-        self._multiprocessors = multiprocessors(head.device)
-        self._data = head_data(head)
         self._scratch = _allocate(head, plan, configs)
+        self._passes = self._scratch.passes[0]
         self._resident: dict[Shape, int] = {}
-        device = head.device
-        self._slots = torch.arange(plan.max_rows, device=device)
-        self._nonfinite = torch.zeros(plan.max_rows, plan.steps, dtype=torch.uint8, device=device)
-
-    @staticmethod
-    def why_not(head: MarkovHead, plan: Plan) -> str | None:
-        return why_not_triton(head)
-
-    def sample(
-        self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
-    ) -> DraftResult:
-        head = self._head
-        if tokens is None:
-            tokens = torch.empty(batch.rows, batch.steps, dtype=torch.int64, device=head.device)
-        if batch.rows == 0:
-            self._scratch.passes.zero_()
-        else:
-            config = self.config_for(batch.rows)
-            nonfinite = self._nonfinite
-            io = make_inputs(head, self._data, batch, logits_cache, tokens, nonfinite, self._slots)
-            shape = self.shape_for(config, batch, logits_cache)
-            with on_device(head.device):
-                self._launch(io, shape, config)
-        flags = self._nonfinite.view(-1)[: batch.rows * batch.steps].view(torch.bool)
-        flags = flags.view(batch.rows, batch.steps)
-        return DraftResult(tokens, flags, self.name, self._scratch.passes[0])
 
     def config_for(self, rows: int) -> OnePassConfig:
         """The configuration for a number of rows."""
@@ -110,7 +78,12 @@ class OnePassEngine:
             STAGES=config.stages,
         )
 
-    def _launch(self, io: Inputs, shape: Shape, config: OnePassConfig) -> None:
+    def _launch(self, io: Inputs, batch: DraftBatch, cache: Tensor | None) -> None:
+        if batch.rows == 0:
+            self._passes.zero_()
+            return
+        config = self.config_for(batch.rows)
+        shape = self.shape_for(config, batch, cache)
         scratch, row_steps = self._scratch, io.rows * shape.STEPS
         guesses = triton.cdiv(row_steps, config.guess_m) * config.chunks
         links = row_steps * (CANDIDATES // config.predecessors)
@@ -139,18 +112,8 @@ class OnePassEngine:
             self._resident[shape] = min(fit, config.programs_per_sm)
         return self._resident[shape]
 
-    def warmup(
-        self,
-        example: DraftBatch | None = None,
-        logits_cache: Tensor | None = None,
-        tokens: Tensor | None = None,
-    ) -> None:
-        """Compile and load what the plan can run, by sampling padding."""
-        limits = [c.max_row_steps // self._plan.steps for c in self._configs]
-        for rows in bucket_rows(limits, self._plan.max_rows):
-            calls = padding_calls(self._head, self._plan, rows, example, logits_cache, tokens)
-            for call in calls:
-                self.sample(*call)
+    def _row_limits(self) -> list[int]:
+        return [c.max_row_steps // self._plan.steps for c in self._configs]
 
 
 def _cooperative_options(config: OnePassConfig) -> dict[str, Any]:

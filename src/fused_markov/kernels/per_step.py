@@ -18,6 +18,7 @@ from fused_markov.kernels.rows import (
     load_noise,
     load_slot,
     merge_best,
+    winner_of_parts,
 )
 
 PARTS_AT_ONCE = tl.constexpr(32)
@@ -26,19 +27,9 @@ PARTS_AT_ONCE = tl.constexpr(32)
 @triton.jit
 def _winner(io, scratch, r, in_batch, step, parts, cfg: tl.constexpr):
     """Token (0 where padded), score and liveness of rows [BLOCK_M] at a finished step."""
-    best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
-    best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
     live = load_slot(io, r, step, in_batch) >= 0
     half = (step % 2) * parts
-    for first in range(0, parts, PARTS_AT_ONCE):
-        part = as_scalar(first) + tl.arange(0, PARTS_AT_ONCE)
-        at = (half + part).to(tl.int64)[None, :] * io.rows + r[:, None]
-        inside = live[:, None] & (part < parts)[None, :]
-        z = tl.load(scratch.best + at, mask=inside, other=float("-inf"))
-        ids = tl.load(scratch.best_id + at, mask=inside, other=NO_ID)
-        top = tl.max(z, axis=1)
-        top_id = tl.min(tl.where(z == top[:, None], ids, NO_ID), axis=1)
-        best, best_id = merge_best(best, best_id, top, top_id)
+    best, best_id = winner_of_parts(scratch, half, parts, io.rows, r, live, PARTS_AT_ONCE, cfg.FP64)
     token = tl.where(live, tl.where(best_id == NO_ID, io.lowest_id, best_id), 0)
     return token, best, live
 

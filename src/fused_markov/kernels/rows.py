@@ -80,6 +80,28 @@ def target_id(io, v, mask, cfg: tl.constexpr):
 
 
 @triton.jit
+def winner_of_parts(
+    scratch, first_part, parts, width, column, live, AT_ONCE: tl.constexpr, FP64: tl.constexpr
+):
+    """Best score and lowest id over ``parts`` rows of the winners' table, for ``column`` [n].
+
+    ``width``: columns of the table. ``AT_ONCE``: parts read side by side.
+    """
+    best = tl.full([column.shape[0]], float("-inf"), tl.float64 if FP64 else tl.float32)
+    best_id = tl.full([column.shape[0]], NO_ID, tl.int32)
+    for first in range(0, parts, AT_ONCE):
+        part = as_scalar(first) + tl.arange(0, AT_ONCE)
+        at = (first_part + part).to(tl.int64)[None, :] * width + column[:, None]
+        inside = live[:, None] & (part < parts)[None, :]
+        z = tl.load(scratch.best + at, mask=inside, other=float("-inf"))
+        ids = tl.load(scratch.best_id + at, mask=inside, other=NO_ID)
+        top = tl.max(z, axis=1)
+        top_id = tl.min(tl.where(z == top[:, None], ids, NO_ID), axis=1)
+        best, best_id = merge_best(best, best_id, top, top_id)
+    return best, best_id
+
+
+@triton.jit
 def merge_best(best, best_id, other, other_id):
     """The better of two scores and its id; the lower id where they are equal."""
     take = (other > best) | ((other == best) & (other_id < best_id))

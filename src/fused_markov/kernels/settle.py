@@ -8,28 +8,10 @@ import triton
 import triton.language as tl
 
 from fused_markov.kernels.link import link_tokens
-from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, merge_best
+from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, winner_of_parts
 from fused_markov.kernels.walk import walk_row
 
 TILES_AT_ONCE = tl.constexpr(128)
-
-
-@triton.jit
-def _winner(io, scratch, m, mask, cfg: tl.constexpr):
-    """Best score and lowest id over all tiles of row-steps ``m`` [STEPS_P2]."""
-    best = tl.full([cfg.STEPS_P2], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
-    best_id = tl.full([cfg.STEPS_P2], NO_ID, tl.int32)
-    tiles = tl.cdiv(io.vocab, cfg.BLOCK_V)
-    for first in range(0, tiles, TILES_AT_ONCE):
-        tile = as_scalar(first) + tl.arange(0, TILES_AT_ONCE)
-        at = tile.to(tl.int64)[None, :] * (io.rows * cfg.STEPS) + m[:, None]
-        inside = mask[:, None] & (tile < tiles)[None, :]
-        z = tl.load(scratch.best + at, mask=inside, other=float("-inf"))
-        ids = tl.load(scratch.best_id + at, mask=inside, other=NO_ID)
-        top = tl.max(z, axis=1)
-        top_id = tl.min(tl.where(z == top[:, None], ids, NO_ID), axis=1)
-        best, best_id = merge_best(best, best_id, top, top_id)
-    return best, best_id
 
 
 @triton.jit
@@ -52,7 +34,8 @@ def _settle_row(io, scratch, r, counter, cfg: tl.constexpr):
         inside = (s >= start) & (s < cfg.STEPS)
         live = inside & (load_slot(io, r + 0 * s, s, inside) >= 0)
         m = r * cfg.STEPS + s
-        best, token = _winner(io, scratch, m, live, cfg)
+        tiles, width = tl.cdiv(io.vocab, cfg.BLOCK_V), io.rows * cfg.STEPS
+        best, token = winner_of_parts(scratch, 0, tiles, width, m, live, TILES_AT_ONCE, cfg.FP64)
         token = tl.where(token == NO_ID, io.lowest_id, token)
         sure = s >= 0
         if cfg.NOISE:

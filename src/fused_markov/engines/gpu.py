@@ -1,0 +1,77 @@
+"""What the two Triton engines do alike: outputs, the kernels' inputs, warm-up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.engines import Plan
+from fused_markov.engines.launch import (
+    head_data,
+    make_inputs,
+    multiprocessors,
+    on_device,
+    why_not_triton,
+)
+from fused_markov.engines.warm import bucket_rows, padding_calls
+from fused_markov.head import MarkovHead
+from fused_markov.kernels.args import Inputs
+
+
+class TritonEngine(ABC):
+    """An engine of Triton kernels; a subclass launches them.
+
+    A result's ``nonfinite`` and ``passes_tensor`` are the engine's own memory, at fixed addresses
+    for the sake of graphs: the next `sample` writes over them.
+    """
+
+    name: str
+    _passes: Tensor  # int64, one element: how often the last sample read W2
+
+    def __init__(self, head: MarkovHead, plan: Plan) -> None:
+        self._head, self._plan = head, plan
+        self._data = head_data(head)
+        self._multiprocessors = multiprocessors(head.device)
+        self._slots = torch.arange(plan.max_rows, device=head.device)
+        size = plan.max_rows * plan.steps
+        self._nonfinite = torch.zeros(size, dtype=torch.uint8, device=head.device)
+
+    @staticmethod
+    def why_not(head: MarkovHead, plan: Plan) -> str | None:
+        return why_not_triton(head)
+
+    @abstractmethod
+    def _launch(self, io: Inputs, batch: DraftBatch, cache: Tensor | None) -> None:
+        """Launch a decode step; there may be no rows."""
+
+    @abstractmethod
+    def _row_limits(self) -> list[int]:
+        """The most rows of each configuration, ascending."""
+
+    def sample(
+        self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
+    ) -> DraftResult:
+        head, shape = self._head, (batch.rows, batch.steps)
+        if tokens is None:
+            tokens = torch.empty(shape, dtype=torch.int64, device=head.device)
+        nonfinite, slots = self._nonfinite, self._slots
+        io = make_inputs(head, self._data, batch, logits_cache, tokens, nonfinite, slots)
+        with on_device(head.device):
+            self._launch(io, batch, logits_cache)
+        flags = nonfinite[: batch.rows * batch.steps].view(shape).view(torch.bool)
+        return DraftResult(tokens, flags, self.name, self._passes)
+
+    def warmup(
+        self,
+        example: DraftBatch | None = None,
+        logits_cache: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """Compile and load what the plan can run, by sampling padding."""
+        for rows in bucket_rows(self._row_limits(), self._plan.max_rows):
+            calls = padding_calls(self._head, self._plan, rows, example, logits_cache, tokens)
+            for call in calls:
+                self.sample(*call)
