@@ -11,6 +11,7 @@ from aot import SHARED, Launch, distinct, recorded, target
 import fused_markov as fm
 from fused_markov.batch import DraftBatch
 from fused_markov.engines import Plan
+from fused_markov.engines.chips import NVIDIA
 from fused_markov.engines.configs import ONE_PASS, PER_STEP
 from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
@@ -51,10 +52,8 @@ def engine_of(
     """The engine as on an NVIDIA GPU, with one configuration."""
     config = CONFIGS[name][index]
     if name == "per_step":
-        return PerStepEngine(of, plan, configs=(config,))
-    engine = OnePassEngine(of, plan, configs=(config,), cooperative=True)
-    engine._on_nvidia = True
-    return engine
+        return PerStepEngine(of, plan, (config,), chip=NVIDIA)
+    return OnePassEngine(of, plan, (config,), chip=NVIDIA)
 
 
 def examples(

@@ -12,6 +12,7 @@ from aot import Launch, distinct, recorded
 
 from fused_markov.batch import DraftBatch
 from fused_markov.engines import Plan
+from fused_markov.engines.chips import NVIDIA
 from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
 from fused_markov.problems import Problem, make_problem
@@ -23,8 +24,8 @@ ENGINES = {"one_pass": OnePassEngine, "per_step": PerStepEngine}
 def engine_of(name: str, problem: Problem) -> Any:
     plan = Plan(MAX_ROWS, problem.batch.steps, torch.float32)
     if name == "one_pass":
-        return OnePassEngine(problem.head, plan, cooperative=True)
-    return PerStepEngine(problem.head, plan)
+        return OnePassEngine(problem.head, plan, chip=NVIDIA)
+    return PerStepEngine(problem.head, plan, chip=NVIDIA)
 
 
 def first_rows(batch: DraftBatch, rows: int) -> DraftBatch:

@@ -12,12 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_markov.batch import DraftBatch, cache_is_target_wide, logits_dtype
+from fused_markov.engines.amd import processor_of, read_report, unsized
+from fused_markov.engines.chips import architecture
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Shape
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MAX_RANK = 1024
 REGISTERS = 65536  # of a multiprocessor, on every NVIDIA GPU that Triton knows
+WEIGHTS = frozenset(("w1", "w2"))
 
 
 def why_not_triton(head: MarkovHead) -> str | None:
@@ -51,7 +54,10 @@ def compiled_for(kernel: Any, io: Inputs, *rest: Any, **options: Any) -> Any:
     multiples of 16. So it is shown numbers that are neither.
     """
     numbers = {f: _plain(n) for f, n in zip(io._fields, io, strict=True) if type(n) is int}
-    return kernel.run(io._replace(**numbers), *rest, grid=None, warmup=True, **options)
+    shown = [io._replace(**numbers), *rest]
+    if torch.version.hip is not None:
+        shown = [unsized(argument, but=WEIGHTS) for argument in shown]
+    return kernel.run(*shown, grid=None, warmup=True, **options)
 
 
 def _plain(number: int) -> int:
@@ -68,9 +74,12 @@ def launch(kernel: Any, programs: int, io: Inputs, *rest: Any, **options: Any) -
 
 def resident_programs(kernel: Any, num_warps: int, device: torch.device) -> int:
     """Programs of a compiled kernel that fit on a multiprocessor at once."""
+    if torch.version.hip is not None:
+        report = read_report(kernel.asm["amdgcn"], kernel.metadata.shared)
+        return max(1, report.programs(processor_of(architecture(device)), num_warps))
     kernel._init_handles()
     limits = torch.cuda.get_device_properties(device)
-    threads = 32 * num_warps
+    threads = limits.warp_size * num_warps
     # Registers are given out 8 to a thread; each program's shared memory costs 1 KiB more.
     registers = -(-kernel.n_regs // 8) * 8 * threads
     fit = min(

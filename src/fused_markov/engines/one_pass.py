@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fused_markov.batch import DraftBatch
 from fused_markov.engines import Plan
-from fused_markov.engines.configs import CANDIDATES, ONE_PASS, OnePassConfig
+from fused_markov.engines.chips import Chip, chip_of
+from fused_markov.engines.configs import CANDIDATES, OnePassConfig
 from fused_markov.engines.gpu import TritonEngine
 from fused_markov.engines.launch import (
     block_k,
@@ -44,14 +45,15 @@ class OnePassEngine(TritonEngine):
         self,
         head: MarkovHead,
         plan: Plan,
-        configs: tuple[OnePassConfig, ...] = ONE_PASS,
+        configs: tuple[OnePassConfig, ...] | None = None,
         cooperative: bool | None = None,
+        chip: Chip | None = None,
     ) -> None:
         super().__init__(head, plan)
-        self._configs = configs
-        self._on_nvidia = head.device.type == "cuda" and torch.version.hip is None
-        self._cooperative = self._on_nvidia if cooperative is None else cooperative
-        self._scratch = _allocate(head, plan, configs)
+        self._chip = chip or chip_of(head.device)
+        self._configs = configs or self._chip.one_pass
+        self._cooperative = self._chip.cooperative if cooperative is None else cooperative
+        self._scratch = _allocate(head, plan, self._configs)
         self._passes = self._scratch.passes[0]
         self._resident: dict[Shape, int] = {}
 
@@ -71,7 +73,7 @@ class OnePassEngine(TritonEngine):
             GUESS_M=config.guess_m,
             LANES=config.lanes,
             PREDECESSORS=config.predecessors,
-            PREFETCH=config.prefetch if self._on_nvidia else 0,
+            PREFETCH=config.prefetch if self._chip.prefetches else 0,
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, self._head),
             BLOCK_K=block_k(config.block_k, self._head),
@@ -90,38 +92,37 @@ class OnePassEngine(TritonEngine):
         if shape.PREFETCH:
             links = max(links, self._multiprocessors)
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
-        launch(guess_kernel, guesses, io, scratch, shape, num_warps=config.guess_warps)
-        launch(link_kernel, links, io, scratch, shape, num_warps=config.link_warps)
-        warps = config.check_warps
+        launch(guess_kernel, guesses, io, scratch, shape, **self._options(config.guess_warps))
+        launch(link_kernel, links, io, scratch, shape, **self._options(config.link_warps))
+        options = self._check_options(config)
         if self._cooperative:
-            options = _cooperative_options(config)
             launch(passes_kernel, programs, io, scratch, shape, **options)
             return
+        settle_options = self._options(config.check_warps)
         for index in range(shape.PASSES):
-            launch(check_kernel, programs, io, scratch, index, shape, num_warps=warps)
-            launch(settle_kernel, io.rows, io, scratch, index, shape, num_warps=warps)
+            launch(check_kernel, programs, io, scratch, index, shape, **options)
+            launch(settle_kernel, io.rows, io, scratch, index, shape, **settle_options)
 
     def _programs_per_sm(self, io: Inputs, shape: Shape, config: OnePassConfig) -> int:
         """How many checking programs to launch a multiprocessor: all must be resident at once."""
         if not self._cooperative:
             return config.programs_per_sm
         if shape not in self._resident:
-            options = _cooperative_options(config)
+            options = self._check_options(config)
             kernel = compiled_for(passes_kernel, io, self._scratch, shape, **options)
             fit = resident_programs(kernel, config.check_warps, self._head.device)
             self._resident[shape] = min(fit, config.programs_per_sm)
         return self._resident[shape]
 
+    def _options(self, num_warps: int) -> dict[str, Any]:
+        return self._chip.options(num_warps)
+
+    def _check_options(self, config: OnePassConfig) -> dict[str, Any]:
+        options = self._chip.options(config.check_warps, config.check_registers)
+        return options | ({"launch_cooperative_grid": True} if self._cooperative else {})
+
     def _row_limits(self) -> list[int]:
         return [c.max_row_steps // self._plan.steps for c in self._configs]
-
-
-def _cooperative_options(config: OnePassConfig) -> dict[str, Any]:
-    return {
-        "num_warps": config.check_warps,
-        "maxnreg": config.check_registers,
-        "launch_cooperative_grid": True,
-    }
 
 
 def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) -> Scratch:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fused_markov.batch import DraftBatch
 from fused_markov.engines import Plan
-from fused_markov.engines.configs import PER_STEP, PerStepConfig
+from fused_markov.engines.chips import Chip, chip_of
+from fused_markov.engines.configs import PerStepConfig
 from fused_markov.engines.gpu import TritonEngine
 from fused_markov.engines.launch import block_k, block_v, launch, make_shape
 from fused_markov.head import MarkovHead
@@ -22,12 +23,17 @@ class PerStepEngine(TritonEngine):
     name = "per_step"
 
     def __init__(
-        self, head: MarkovHead, plan: Plan, configs: tuple[PerStepConfig, ...] = PER_STEP
+        self,
+        head: MarkovHead,
+        plan: Plan,
+        configs: tuple[PerStepConfig, ...] | None = None,
+        chip: Chip | None = None,
     ) -> None:
         super().__init__(head, plan)
-        self._configs = configs
+        self._chip = chip or chip_of(head.device)
+        self._configs = configs or self._chip.per_step
         device, rows = head.device, plan.max_rows
-        parts = 2 * self._multiprocessors * max(c.programs_per_sm for c in configs)
+        parts = 2 * self._multiprocessors * max(c.programs_per_sm for c in self._configs)
         self._scratch = StepScratch(
             best=torch.zeros(parts, rows, dtype=plan.noise_dtype, device=device),
             best_id=torch.zeros(parts, rows, dtype=torch.int32, device=device),
@@ -52,8 +58,9 @@ class PerStepEngine(TritonEngine):
             BLOCK_K=block_k(config.block_k, head),
             STAGES=config.stages,
         )
-        programs, warps = self._multiprocessors * config.programs_per_sm, config.num_warps
+        programs = self._multiprocessors * config.programs_per_sm
+        options = self._chip.options(config.num_warps)
         for step in range(batch.steps):
-            launch(step_kernel, programs, io, self._scratch, step, shape, num_warps=warps)
+            launch(step_kernel, programs, io, self._scratch, step, shape, **options)
         blocks = triton.cdiv(rows, config.block_m)
-        launch(last_kernel, blocks, io, self._scratch, programs, shape, num_warps=warps)
+        launch(last_kernel, blocks, io, self._scratch, programs, shape, **options)

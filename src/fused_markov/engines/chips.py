@@ -1,0 +1,64 @@
+"""The kinds of GPU that there are configurations for, and the one look-up of a device's kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fused_markov.engines.amd import PROCESSORS, nearest
+from fused_markov.engines.configs import ONE_PASS, PER_STEP, OnePassConfig, PerStepConfig
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the engines must know of a kind of GPU.
+
+    Attributes:
+        name: compute capability (``sm_90``) or architecture (``gfx942``) the data was made for.
+        one_pass: configurations of the one-pass engine, ascending.
+        per_step: configurations of the per-step engine, ascending.
+        cooperative: whether the one-pass engine launches cooperatively.
+        prefetches: whether kernels can ask L2 for lines (PTX).
+    """
+
+    name: str
+    one_pass: tuple[OnePassConfig, ...]
+    per_step: tuple[PerStepConfig, ...]
+    cooperative: bool
+    prefetches: bool
+
+    def options(self, num_warps: int, registers: int = 0) -> dict[str, Any]:
+        """Launch options of a kernel; ``registers``: the most of a thread, 0 for no limit."""
+        if self.name not in PROCESSORS:
+            return {"num_warps": num_warps} | ({"maxnreg": registers} if registers else {})
+        # One shape of the matrix instruction everywhere: it decides in which order products are
+        # added, and a row's bits must not depend on the tile.
+        options = {"num_warps": num_warps, "matrix_instr_nonkdim": 16}
+        if registers:
+            options["waves_per_eu"] = PROCESSORS[self.name].vgprs // registers
+        return options
+
+
+# Measured on sm_90 and used for every NVIDIA GPU; the interpreter takes the same tiles.
+NVIDIA = Chip("sm_90", ONE_PASS, PER_STEP, cooperative=True, prefetches=True)
+INTERPRETER = Chip("interpreter", ONE_PASS, PER_STEP, cooperative=False, prefetches=False)
+
+AMD = {
+    name: Chip(name, ONE_PASS, PER_STEP, cooperative=False, prefetches=False) for name in PROCESSORS
+}
+
+
+def chip_of(device: torch.device) -> Chip:
+    """The kind of GPU that ``device`` is; the CPU stands for the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETER
+    if torch.version.hip is None:
+        return NVIDIA
+    return AMD[nearest(architecture(device))]
+
+
+def architecture(device: torch.device) -> str:
+    """Architecture of an AMD GPU, without its features (``gfx942`` of ``gfx942:sramecc+``)."""
+    return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
