@@ -117,8 +117,9 @@ class MarkovHead:
         if embed.device.type != "cpu":
             return self.transform(F.linear(embed, self.w2[: self.draft_vocab]))
         bias = embed.new_empty(embed.shape[0], self.draft_vocab)
+        tiles = self.cpu_tiles(embed)
         for low, high in self.cpu_blocks():
-            bias[:, low:high] = self.cpu_bias_block(embed, low, high)
+            bias[:, low:high] = self.cpu_bias_block(tiles, low, high)[: embed.shape[0]]
         return bias
 
     def cpu_blocks(self) -> list[tuple[int, int]]:
@@ -126,13 +127,20 @@ class MarkovHead:
         starts = range(0, self.draft_vocab, CPU_CANDIDATES)
         return [(low, min(low + CPU_CANDIDATES, self.draft_vocab)) for low in starts]
 
-    def cpu_bias_block(self, embed: Tensor, low: int, high: int) -> Tensor:
-        """Columns ``low:high`` (one of `cpu_blocks`) of the bias rows of ``embed`` ``[M, r]``."""
-        rows = embed.shape[0]
-        embed, w2 = F.pad(embed, (0, 0, 0, -rows % CPU_ROWS)), self.w2[low:high]
+    def cpu_tiles(self, embed: Tensor) -> list[Tensor]:
+        """``embed`` ``[M, r]``, transposed, in the pieces that `cpu_bias_block` multiplies."""
+        padded = F.pad(embed, (0, 0, 0, -embed.shape[0] % CPU_ROWS))
+        return [tile.T for tile in torch.split(padded, CPU_ROWS)]
+
+    def cpu_bias_block(self, tiles: list[Tensor], low: int, high: int) -> Tensor:
+        """Columns ``low:high`` (one of `cpu_blocks`) of the bias rows of `cpu_tiles`.
+
+        ``[M rounded up, high-low]``.
+        """
         # W2 on the left: the libraries then read it in half the time.
-        tiles = [torch.mm(w2, tile.T).T for tile in torch.split(embed, CPU_ROWS)]
-        return self.transform((tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows])
+        w2 = self.w2[low:high]
+        bias = [torch.mm(w2, tile).T for tile in tiles]
+        return self.transform(bias[0] if len(bias) == 1 else torch.cat(bias))
 
     def transform(self, bias: Tensor) -> Tensor:
         """Soft cap, then scale, each operation rounded to ``bias``'s dtype (LogitsProcessor)."""

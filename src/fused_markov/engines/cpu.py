@@ -20,7 +20,7 @@ from fused_markov.batch import (
 )
 from fused_markov.engines import Plan
 from fused_markov.engines.cpu_check import Best, Pairs
-from fused_markov.engines.cpu_guess import Candidates, Guess
+from fused_markov.engines.cpu_guess import Candidates
 from fused_markov.engines.cpu_noise import NoiseGate
 from fused_markov.head import MarkovHead
 
@@ -99,12 +99,8 @@ class _Run:
         self.nonfinite = torch.zeros(shape, dtype=torch.bool)
         self._found = torch.zeros(shape, dtype=torch.bool)
         self._prev = torch.full(shape, PADDING_TOKEN)  # what `token` was found after
-        self._guess = Guess(  # what `_prev` was followed by, by guess
-            self.token.clone(),
-            torch.zeros(shape, dtype=torch.int64),
-            torch.zeros(shape, dtype=batch.base_logits.dtype),
-            torch.zeros(shape),
-        )
+        # The row of w2 that `_prev` was followed by, by guess.
+        self._guess = torch.zeros(shape, dtype=torch.int64)
         self._no_floor = torch.zeros(shape, dtype=torch.bool)  # the best once fell below the guess
 
     def finish(self) -> int:
@@ -126,21 +122,21 @@ class _Run:
 
         A pair is known if it was checked after the token that now precedes it.
         """
-        todo = torch.zeros_like(self._live)
+        todo = []
         prev = self._batch.anchors.to(torch.int64).clamp(0, self._head.vocab_size - 1)
-        for step in range(prev.numel() and self._live.shape[1]):
-            known = self._found[:, step] & (self._prev[:, step] == prev)
-            todo[:, step] = self._live[:, step] & ~known
-            token = torch.where(known, self.token[:, step], PADDING_TOKEN)
-            row = todo[:, step].nonzero().squeeze(1)
+        state = (self._live, self._found, self._prev, self._guess, self.token)
+        for step, (live, found, after, guessed, was) in enumerate(
+            zip(*(x.unbind(1) for x in state), strict=True)
+        ):
+            todo.append(live > (found & (after == prev)))
+            token = was.clone()
+            row = todo[-1].nonzero().squeeze(1)
             if row.numel():
-                self._prev[row, step] = prev[row]
-                best = guess.best_after(prev[row], row, step)
-                token[row] = best.token
-                for kept, new in zip(self._guess, best, strict=True):
-                    kept[row, step] = new
+                after[row] = before = prev[row]
+                guessed[row] = place = guess.best_after(before, row, step)
+                token[row] = self._head.target_ids(place)
             prev = token
-        return todo
+        return torch.stack(todo, dim=1)
 
     def _check(self, todo: Tensor, guess: Candidates) -> None:
         """Logits and best tokens of all pairs of ``todo``, in one pass over W2."""
@@ -150,14 +146,14 @@ class _Run:
         size = max(1, PAIRS_AT_ONCE // steps) * steps if dense else PAIRS_AT_ONCE
         groups = []
         for low in range(0, row.numel(), size):
-            part = slice(low, low + size)
-            first = low // steps if dense else None
-            groups.append(self._pairs(guess, row[part], step[part], first))
-        for low, high in self._head.cpu_blocks():
+            groups.append(self._pairs(guess, row[low : low + size], step[low : low + size]))
+        blocks = self._head.cpu_blocks()
+        count = _blocks_at_once(groups)
+        for some in (blocks[i : i + count] for i in range(0, len(blocks), count)):
             for pairs, best in groups:
-                logits = self._logits(pairs, low, high)
-                self._store(pairs, logits, low, high)
-                best.update(logits, low)
+                logits = self._logits(pairs, some)
+                self._store(pairs, logits, some[0][0], some[-1][1])
+                best.update(logits, some[0][0])
                 del logits
         for pairs, best in groups:
             token, finite, sure = best.result()
@@ -165,49 +161,75 @@ class _Run:
             self.token[at], self.nonfinite[at], self._found[at] = token, ~finite, sure
             self._no_floor[at] = ~sure
 
-    def _pairs(
-        self, guess: Candidates, row: Tensor, step: Tensor, first: int | None
-    ) -> tuple[Pairs, Best]:
-        """``first`` is the first row of pairs that are all steps of their rows."""
+    def _pairs(self, guess: Candidates, row: Tensor, step: Tensor) -> tuple[Pairs, Best]:
         at = (row, step)
-        floor = guess.floors(self._prev[at], row, step, Guess(*(x[at] for x in self._guess)))
-        rows = None
-        if first is not None:
-            rows = slice(first, first + row.numel() // self._live.shape[1])
+        prev, no_floor = self._prev[at], self._no_floor[at]
+        floor = guess.floors(prev, row, step, self._guess[at])
+        box, base, cache = self._box(row.tolist(), step.tolist())
         pairs = Pairs(
             row=row,
             step=step,
             slot=self._slot[at],
-            embed=self._head.w1[self._prev[at]],
+            tiles=self._head.cpu_tiles(self._head.w1[prev]),
             temp=self._temp[at],
             state=self._state[at],
             seed=self._seed[at],
             position=self._position[at],
             least=guess.least[at],
-            floor=torch.where(self._no_floor[at], -torch.inf, floor),
-            rows=rows,
+            floor=torch.where(no_floor, -torch.inf, floor),
+            box=box,
+            base=base,
+            cache=cache,
         )
         return pairs, Best(self._head, self._gate, pairs)
 
-    def _logits(self, pairs: Pairs, low: int, high: int) -> Tensor:
-        """``[n, high-low]`` logits in the cache's dtype."""
-        bias = self._head.cpu_bias_block(pairs.embed, low, high)
-        base = self._batch.base_logits
-        if pairs.rows is None:
-            return (base[pairs.row, pairs.step, low:high] + bias).to(self._dtype)
-        bias = bias.view(-1, self._live.shape[1], high - low)
-        return (base[pairs.rows, :, low:high] + bias).to(self._dtype).flatten(0, 1)
+    def _box(
+        self, row: list[int], step: list[int]
+    ) -> tuple[tuple[int, int] | None, Tensor | None, Tensor | None]:
+        """The box that pairs in order of row and step are, its base logits and its cache."""
+        rows, steps = range(row[0], row[-1] + 1), range(step[0], step[-1] + 1)
+        if list(zip(row, step, strict=True)) != [(r, s) for r in rows for s in steps]:
+            return None, None, None
+        box, head, cache = (len(rows), len(steps)), self._head, self._cache
+        across = slice(steps.start, steps.stop)
+        base = self._batch.base_logits[rows.start : rows.stop, across, : head.draft_vocab]
+        slots = self._slot[rows.start : rows.stop, across]
+        first = int(slots[0, 0])
+        if (
+            cache is None
+            or (head.id_map is not None and cache_is_target_wide(head, cache.shape[2]))
+            or slots.tolist() != [[first + i] * box[1] for i in range(box[0])]
+        ):
+            return box, base, None
+        return box, base, cache[first : first + box[0], across, : head.draft_vocab]
+
+    def _logits(self, pairs: Pairs, blocks: list[tuple[int, int]]) -> Tensor:
+        """``[a, b, width]`` logits of successive blocks: in the cache where it has the box."""
+        first, count = blocks[0][0], pairs.row.numel()
+        shape = (*(pairs.box or (count, 1)), blocks[-1][1] - first)
+        if pairs.cache is None:
+            logits = torch.empty(shape, dtype=self._dtype)
+        else:
+            logits = pairs.cache.narrow(2, first, shape[2])
+        for low, high in blocks:
+            if pairs.base is None:
+                base = self._batch.base_logits[pairs.row, pairs.step, low:high].unsqueeze(1)
+            else:
+                base = pairs.base.narrow(2, low, high - low)
+            bias = self._head.cpu_bias_block(pairs.tiles, low, high)[:count]
+            bias = bias.view(*shape[:2], high - low)
+            torch.add(base, bias, out=logits.narrow(2, low - first, high - low))
+            del bias  # before the next block's is made
+        return logits
 
     def _store(self, pairs: Pairs, logits: Tensor, low: int, high: int) -> None:
         cache, head = self._cache, self._head
-        if cache is None:
+        if cache is None or pairs.cache is not None:
             return
+        logits = logits.flatten(0, 1)
         if head.id_map is not None and cache_is_target_wide(head, cache.shape[2]):
             columns = head.id_map[low:high].unsqueeze(0)
             cache[pairs.slot.unsqueeze(1), pairs.step.unsqueeze(1), columns] = logits
-        elif pairs.rows is not None and self._batch.slots is None:
-            steps = self._live.shape[1]
-            cache[pairs.rows, :steps, low:high] = logits.view(-1, steps, high - low)
         else:
             cache[pairs.slot, pairs.step, low:high] = logits
 
@@ -221,3 +243,13 @@ class _Run:
         if first < cache.shape[2]:
             row, step = self._live.nonzero(as_tuple=True)
             cache[self._slot[row, step], step, first:] = -torch.inf
+
+
+def _blocks_at_once(groups: list[tuple[Pairs, Best]]) -> int:
+    """Blocks whose logits are searched at once: more where the pairs are few, for fewer calls.
+
+    Only where the logits are the cache's own: elsewhere they are scratch.
+    """
+    if any(pairs.cache is None for pairs, _ in groups):
+        return 1
+    return max(1, PAIRS_AT_ONCE // max(pairs.row.numel() for pairs, _ in groups))

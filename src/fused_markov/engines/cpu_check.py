@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fused_markov import noise
-from fused_markov.engines.cpu_noise import RUN, NoiseGate
+from fused_markov.engines.cpu_noise import RUN, RUNS_AT_ONCE, NoiseGate
 from fused_markov.head import MarkovHead
 
 # Tokens whose exact noise is computed at a time: some forty operations on int64.
@@ -20,29 +18,34 @@ _NO_ID = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Pairs:
-    """n (row, step) pairs whose logits are computed together; tensors are ``[n]`` but ``embed``.
+    """n (row, step) pairs whose logits are computed together; tensors are ``[n]`` but as said.
 
     Attributes:
         row, step, slot: where they stand in the batch and the cache.
-        embed: ``[n, r]`` w1 rows of their predecessors.
+        tiles: w1's rows of their predecessors, as `MarkovHead.cpu_bias_block` takes them.
         temp: fp32 temperature; 0 is greedy.
         state: int32 hash states. seed, position: int64.
         least: int32 ``[n, runs]`` the least rank of each run's noise, or `UNKNOWN_RANK`.
         floor: a score that the best one is expected to reach; -inf where nothing is known.
-        rows: the batch's rows where the pairs are all steps of successive rows; else None.
+        box: ``(a, b)``, a * b = n, where the pairs are b successive steps of each of a successive
+            rows; else None.
+        base: ``[a, b, V]`` the box's base logits, without a copy.
+        cache: ``[a, b, V]`` the cache's rows of the box, where they are a box there, too.
     """
 
     row: Tensor
     step: Tensor
     slot: Tensor
-    embed: Tensor
+    tiles: list[Tensor]
     temp: Tensor
     state: Tensor
     seed: Tensor
     position: Tensor
     least: Tensor
     floor: Tensor
-    rows: slice | None
+    box: tuple[int, int] | None
+    base: Tensor | None
+    cache: Tensor | None
 
 
 class Best:
@@ -62,7 +65,7 @@ class Best:
         floor = pairs.floor[self._sampled].double().unsqueeze(1)
         # The margin: the roundings of the sum, of the noise and of the uniform.
         self._floor = floor - (1e-3 + 1e-6 * floor.abs().nan_to_num(posinf=0.0))
-        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._waiting: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """``[n]`` target ids; whether their scores are finite; whether they are surely the best.
@@ -75,36 +78,31 @@ class Best:
         return self._id, self._score.isfinite(), sure
 
     def update(self, logits: Tensor, low: int) -> None:
-        """Take in the block of logits ``[n, width]`` of candidates from ``low`` on."""
-        short = -logits.shape[1] % RUN
-        if short:
-            logits = F.pad(logits, (0, short), value=-torch.inf)
-        runs = logits.view(logits.shape[0], -1, RUN)
-        tops = runs.amax(dim=2)
-        if tops.isnan().any():  # NaN counts as -inf
-            runs = torch.where(runs.isnan(), -torch.inf, runs)
-            tops = runs.amax(dim=2)
+        """Take in the logits ``[a, b, width]``, a * b = n, of candidates from ``low`` on."""
+        tops = _largest_of_runs(logits)
         if self._greedy.numel():
-            self._update_greedy(runs, tops, low)
+            self._update_greedy(logits, tops, low)
         if self._sampled.numel():
-            self._update_sampled(runs, tops, low)
+            self._update_sampled(logits, tops, low)
 
-    def _update_greedy(self, runs: Tensor, tops: Tensor, low: int) -> None:
+    def _update_greedy(self, logits: Tensor, tops: Tensor, low: int) -> None:
         pair = self._greedy
         tops = tops[pair]
         best = tops.amax(dim=1, keepdim=True)
         if self._head.ascending:
             run = _first(tops == best)
-            place = _first(runs[pair, run] == best)
+            place = _first(_run(logits, pair, run) == best)
             found = self._target(low + run * RUN + place)
         else:
-            of, run = (tops == best).nonzero(as_tuple=True)
-            i, place = (runs[pair[of], run] == best[of]).nonzero(as_tuple=True)
-            ids = self._target(low + run[i] * RUN + place)
-            found = torch.full_like(pair, _NO_ID).scatter_reduce_(0, of[i], ids, "amin")
+            found = torch.full_like(pair, _NO_ID)
+            tied = torch.split((tops == best).nonzero(), RUNS_AT_ONCE)
+            for of, run in (x.unbind(1) for x in tied):
+                i, place = (_run(logits, pair[of], run) == best[of]).nonzero(as_tuple=True)
+                ids = self._target(low + run[i] * RUN + place)
+                found.scatter_reduce_(0, of[i], ids, "amin")
         self._merge(pair, best.squeeze(1).to(self._score.dtype), found)
 
-    def _update_sampled(self, runs: Tensor, tops: Tensor, low: int) -> None:
+    def _update_sampled(self, logits: Tensor, tops: Tensor, low: int) -> None:
         need = self._floor - tops[self._sampled].float() / self._temp
         limit = self._gate.limit(need)
         first = low // RUN
@@ -115,9 +113,9 @@ class Best:
         of, run = reached.nonzero(as_tuple=True)
         if not of.numel():
             return
-        at, place, _ = self._gate.passing(self._state[of], run + first, limit[of, run])
-        pair, run = self._sampled[of[at]], run[at]
-        self._waiting.append((pair, low + run * RUN + place, runs[pair, run, place]))
+        at, place, rank = self._gate.passing(self._state[of], run + first, limit[of, run])
+        pair, column = self._sampled[of[at]], run[at] * RUN + place
+        self._waiting.append((pair, low + column, _at(logits, pair, column), rank))
         if sum(x[0].numel() for x in self._waiting) >= SCORES_AT_ONCE:
             self._score_waiting()
 
@@ -128,14 +126,16 @@ class Best:
         waiting = [torch.cat(x) for x in zip(*self._waiting, strict=True)]
         self._waiting.clear()
         for at in range(0, waiting[0].numel(), SCORES_AT_ONCE):
-            pair, candidate, logits = (x[at : at + SCORES_AT_ONCE] for x in waiting)
-            self._score_some(pair, self._target(candidate), logits)
+            pair, candidate, logits, rank = (x[at : at + SCORES_AT_ONCE] for x in waiting)
+            self._score_some(pair, self._target(candidate), logits, rank)
 
-    def _score_some(self, pair: Tensor, ids: Tensor, logits: Tensor) -> None:
+    def _score_some(self, pair: Tensor, ids: Tensor, logits: Tensor, rank: Tensor) -> None:
         pairs, dtype = self._pairs, self._score.dtype
         # The very operations of the reference, on a few tokens of each of its rows.
         state = (pairs.seed[pair], pairs.step[pair], pairs.position[pair])
-        score = (logits.float() / pairs.temp[pair]).to(dtype) + noise.gumbel(*state, ids, dtype)
+        tempered = (logits.float() / pairs.temp[pair]).to(dtype)
+        score = tempered + self._gate.exact(rank, *state, ids)
+        score = torch.where(score.isnan(), -torch.inf, score)
         best = torch.full_like(self._score, -torch.inf).scatter_reduce_(0, pair, score, "amax")
         tied = torch.where(score == best[pair], ids, _NO_ID)
         found = torch.full_like(self._id, _NO_ID).scatter_reduce_(0, pair, tied, "amin")
@@ -150,6 +150,32 @@ class Best:
     def _target(self, candidate: Tensor) -> Tensor:
         """Target ids; the padding behind the last candidate stands for that one."""
         return self._head.target_ids(candidate.clamp_max(self._head.draft_vocab - 1))
+
+
+def _largest_of_runs(logits: Tensor) -> Tensor:
+    """``[n, runs]`` the largest of each run of ``logits`` ``[a, b, width]``; NaN counts as -inf."""
+    count = logits.shape[2] // RUN
+    whole, rest = logits[:, :, : count * RUN], logits[:, :, count * RUN :]
+    tops = whole.view(*logits.shape[:2], count, RUN).amax(3)
+    if rest.shape[2]:
+        tops = torch.cat((tops, rest.amax(2, keepdim=True)), dim=2)
+    tops = tops.flatten(0, 1)
+    nan = tops.isnan()
+    if nan.any():
+        for pair, run in (x.unbind(1) for x in torch.split(nan.nonzero(), RUNS_AT_ONCE)):
+            runs = _run(logits, pair, run)
+            tops[pair, run] = torch.where(runs.isnan(), -torch.inf, runs).amax(1)
+    return tops
+
+
+def _run(logits: Tensor, pair: Tensor, run: Tensor) -> Tensor:
+    """``[m, RUN]`` the logits of runs; what the last run lacks is filled with its last one."""
+    return _at(logits, pair.unsqueeze(1), (run * RUN).unsqueeze(1) + torch.arange(RUN))
+
+
+def _at(logits: Tensor, pair: Tensor, column: Tensor) -> Tensor:
+    steps = logits.shape[1]
+    return logits[pair // steps, pair % steps, column.clamp_max(logits.shape[2] - 1)]
 
 
 def _first(mask: Tensor) -> Tensor:

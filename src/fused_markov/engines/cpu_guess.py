@@ -5,8 +5,6 @@ Nothing here needs to be exact: a wrong guess costs another pass over W2, never 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,15 +27,6 @@ NEED = 12.0
 ROWS_AT_ONCE = 32
 
 _NO_ID = torch.iinfo(torch.int64).max
-
-
-class Guess(NamedTuple):
-    """Guessed winners ``[n]``: target ids, rows of w2, base logits, fp32 noise (0: greedy)."""
-
-    token: Tensor
-    place: Tensor
-    base: Tensor
-    noise: Tensor
 
 
 class Candidates:
@@ -70,6 +59,7 @@ class Candidates:
         self.base = torch.full(shape, -torch.inf, dtype=self._logits.dtype)
         self.noise = torch.zeros(shape)
         self._cold, self._state = temp == 0, state
+        self._noisy = not bool(self._cold.all())
         self._temp = torch.where(self._cold, 1.0, temp)
         tops = self._largest_of_runs(live)
         self.least = torch.full(tops.shape, UNKNOWN_RANK, dtype=torch.int32)
@@ -161,14 +151,12 @@ class Candidates:
         at = (row[of][kept], step[of][kept], place[kept])
         self.index[at], self.base[at], self.noise[at] = column[kept], base[kept], g[kept]
 
-    def best_after(self, prev: Tensor, row: Tensor, step: int) -> Guess:
-        """The best candidates of rows ``row`` ``[n]`` at one step after ``prev`` ``[n]``."""
+    def best_after(self, prev: Tensor, row: Tensor, step: int) -> Tensor:
+        """``[n]`` rows of w2: the best candidates of rows ``row`` at one step after ``prev``."""
         parts = [self._best(prev[p], row[p], step) for p in _slices(row.numel(), ROWS_AT_ONCE)]
-        if len(parts) == 1:
-            return parts[0]
-        return Guess(*(torch.cat(x) for x in zip(*parts, strict=True)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _best(self, prev: Tensor, row: Tensor, step: int) -> Guess:
+    def _best(self, prev: Tensor, row: Tensor, step: int) -> Tensor:
         head = self._head
         index, base, g = self._candidates(prev, row, step)
         bias = torch.bmm(head.w2[index].float(), head.w1[prev].float().unsqueeze(2)).squeeze(2)
@@ -177,9 +165,8 @@ class Candidates:
         score = logits.float() / self._temp[row, step].unsqueeze(1) + g
         score = score.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
         tied = score == score.amax(dim=1, keepdim=True)
-        token, place = torch.where(tied, head.target_ids(index), _NO_ID).min(dim=1)
-        at = place.unsqueeze(1)
-        return Guess(token, *(x.gather(1, at).squeeze(1) for x in (index, base, g)))
+        place = torch.where(tied, head.target_ids(index), _NO_ID).argmin(dim=1, keepdim=True)
+        return index.gather(1, place).squeeze(1)
 
     def _candidates(self, prev: Tensor, row: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of w2, base logits and noise ``[n, K]`` of a step, with ``prev``'s successors."""
@@ -188,22 +175,28 @@ class Candidates:
             return found
         index = self._head.successors[prev].to(torch.int64)
         base = self._logits[row.unsqueeze(1), step, index]
-        g = self._gate.approximate(self._gate.ranks_of(self._state[row, step], index))
-        g = torch.where(self._cold[row, step].unsqueeze(1), 0.0, g)
-        more = (index, base, g)
+        more = (index, base, self._noise(row, step, index))
         index, base, g = (torch.cat(x, dim=1) for x in zip(found, more, strict=True))
         return index, base, g
 
-    def floors(self, prev: Tensor, row: Tensor, step: Tensor, guess: Guess) -> Tensor:
+    def _noise(self, row: Tensor, step: Tensor | int, place: Tensor) -> Tensor:
+        """Approximate noise ``[n, k]`` of rows ``place`` of w2; 0 for greedy steps."""
+        if not self._noisy:
+            return torch.zeros(place.shape)
+        g = self._gate.approximate(self._gate.ranks_of(self._state[row, step], place))
+        return torch.where(self._cold[row, step].unsqueeze(1), 0.0, g)
+
+    def floors(self, prev: Tensor, row: Tensor, step: Tensor, place: Tensor) -> Tensor:
         """Scores that the steps' best are not below: those of guesses, roundings taken off.
 
-        All arguments are ``[n]``; fp32, -inf where a guess's is no number.
+        All arguments are ``[n]``, ``place`` the guessed rows of w2; fp32, -inf where a guess's is
+        no number.
         """
-        head, base = self._head, guess.base
-        w1, w2 = head.w1[prev].float(), head.w2[guess.place].float()
+        head, base = self._head, self._logits[row, step, place]
+        w1, w2 = head.w1[prev].float(), head.w2[place].float()
         bias = head.transform((w1 * w2).sum(dim=1).to(head.dtype))
-        temp = self._temp[row, step]
-        score = (base + bias).to(self._dtype).float() / temp + guess.noise
+        temp, g = self._temp[row, step], self._noise(row, step, place.unsqueeze(1)).squeeze(1)
+        score = (base + bias).to(self._dtype).float() / temp + g
         # The product may sum in another order, and then round bias and logit the other way.
         eps = max(torch.finfo(d).eps for d in (head.dtype, base.dtype, self._dtype))
         off = 2 * eps * (base.float().abs() + 2 * bias.float().abs())

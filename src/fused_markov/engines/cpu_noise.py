@@ -61,22 +61,19 @@ class NoiseGate:
             ids = head.target_ids(torch.arange(low, high))
             # rotl distributes over xor: the key and the row's state can be rotated beforehand.
             keys[low:high] = _to_int32(noise._rotl(noise._mix_key(ids), 13))
+        keys[head.draft_vocab :] = keys[head.draft_vocab - 1]  # it stands for what is missing
         self._keys = keys.view(runs, RUN)
-        self._multipliers = [_constant(x) for x in (5, 0x85EBCA6B, 0xC2B2AE35)]
-        self._addends = [_constant(x) for x in (0xE6546B64, 2**31)]
+        self._mixed, self._middle = _constant(0xE6546B64), _constant(0x85EBCA6B)
+        self._last, self._ranked = _signed(0xC2B2AE35), _constant(2**31)
         if noise_dtype == torch.float64:  # whose noise is large where the hash is: ~h for h
-            self._multipliers[2], self._addends[1] = _constant(-0xC2B2AE35), _constant(2**31 - 1)
+            self._last, self._ranked = _signed(-0xC2B2AE35), _constant(2**31 - 1)
         self._sixteen, self._thirteen = _constant(16), _constant(13)
         self._low16, self._low19 = _constant(0xFFFF), _constant(0x7FFFF)
 
     def states(self, seed: Tensor, step: Tensor, position: Tensor) -> Tensor:
         """int32 hash states before the token, for `ranks`. int64 arguments of one shape."""
         domain = noise.FP64_DOMAIN if self.noise_dtype == torch.float64 else 0
-        h = torch.full_like(seed, domain)
-        # The same words as noise.prefix, whose step is one number for all rows.
-        for word in (seed, (seed >> 32) ^ step, position - 1 + noise.DRAFT_SALT):
-            h = noise._mix(h, word & noise._U32)
-        return _to_int32(noise._rotl(h, 13))
+        return _to_int32(noise._rotl(noise.prefix(seed, step, position, domain), 13))
 
     def ranks(self, state: Tensor, run: Tensor) -> Tensor:
         """How far each token's noise is from the largest: int32 ``[n, RUN]``, smaller is larger.
@@ -86,28 +83,34 @@ class NoiseGate:
         Args:
             state: int32 ``[n]`` of the run's row and step. run: int64 ``[n]`` index of the run.
         """
-        return self._hashed(self._keys.index_select(0, run), state)
+        return self._hashed(self._keys.index_select(0, run), state.unsqueeze(1))
 
     def ranks_of(self, state: Tensor, candidate: Tensor) -> Tensor:
         """The ranks of single candidates ``[n, k]``; ``state`` int32 ``[n]``."""
-        return self._hashed(self._keys.view(-1)[candidate], state)
+        return self._hashed(self._keys.view(-1)[candidate], state.unsqueeze(1))
 
-    def _hashed(self, x: Tensor, state: Tensor) -> Tensor:
-        """The ranks behind keys ``[n, k]``, computed in their place."""
-        x.bitwise_xor_(state.unsqueeze(1))
-        x.mul_(self._multipliers[0]).add_(self._addends[0]).bitwise_xor_(self._sixteen)
-        shifted = x >> self._sixteen
-        x.bitwise_xor_(shifted.bitwise_and_(self._low16)).mul_(self._multipliers[1])
+    def _hashed(self, x: Tensor, state: Tensor, scratch: Tensor | None = None) -> Tensor:
+        """The ranks behind keys ``[n, k]``, computed in their place; ``state`` ``[n, 1]``."""
+        x.bitwise_xor_(state)
+        torch.add(self._mixed, x, alpha=5, out=x).bitwise_xor_(self._sixteen)
+        shifted = torch.bitwise_right_shift(x, self._sixteen, out=scratch)
+        x.bitwise_xor_(shifted.bitwise_and_(self._low16)).mul_(self._middle)
         torch.bitwise_right_shift(x, self._thirteen, out=shifted)
         x.bitwise_xor_(shifted.bitwise_and_(self._low19))
-        return x.mul_(self._multipliers[2]).add_(self._addends[1])
+        return torch.add(self._ranked, x, alpha=self._last, out=x)
 
     def least(self, state: Tensor, run: Tensor) -> Tensor:
         """int32 ``[n]`` the least rank of each of n runs; arguments as for `ranks`."""
-        least = torch.empty_like(state)
-        for low in range(0, run.numel(), RUNS_AT_ONCE):
-            part = slice(low, low + RUNS_AT_ONCE)
-            torch.amin(self.ranks(state[part], run[part]), dim=1, out=least[part])
+        least, size = torch.empty_like(state), min(RUNS_AT_ONCE, run.numel())
+        if not size:
+            return least
+        keys, scratch = torch.empty(2, size, RUN, dtype=torch.int32).unbind()
+        parts = (torch.split(x, size) for x in (run, state.unsqueeze(1), least))
+        for some, states, out in zip(*parts, strict=True):
+            if some.numel() < size:
+                keys, scratch = keys[: some.numel()], scratch[: some.numel()]
+            torch.index_select(self._keys, 0, some, out=keys)
+            torch.amin(self._hashed(keys, states, scratch), dim=1, out=out)
         return least
 
     def passing(self, state: Tensor, run: Tensor, limit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,10 +143,22 @@ class NoiseGate:
 
     def approximate(self, rank: Tensor) -> Tensor:
         """The noise behind ranks to about 1e-5, or in fp64, whose low bits are not known, less."""
-        h = rank.to(torch.int64) - _MIN
-        h = h ^ (h >> 16)  # the xor that `ranks` left out
-        middle = 0.5
+        h, middle = _hash_of(rank), 0.5
         if self.noise_dtype == torch.float64:
             h, middle = h ^ 0xFFFF, 1.0
         u = ((h.to(torch.float64) + middle) * 2.0**-32).clamp_max_(1 - 2.0**-33)
         return -torch.log(-torch.log1p(-u)).to(torch.float32)
+
+    def exact(
+        self, rank: Tensor, seed: Tensor, step: Tensor, position: Tensor, token: Tensor
+    ) -> Tensor:
+        """`noise.gumbel` of the other arguments, all ``[n]``, whose ranks are known."""
+        if self.noise_dtype == torch.float64:
+            return noise.gumbel(seed, step, position, token, torch.float64)
+        return -torch.log(-noise._log1p_neg(noise.uniform32(_hash_of(rank))))
+
+
+def _hash_of(rank: Tensor) -> Tensor:
+    """uint32 hashes (as int64) behind fp32 noise's ranks: with the xor that `ranks` leaves out."""
+    h = rank.to(torch.int64) - _MIN
+    return h ^ (h >> 16)
