@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -133,12 +134,13 @@ class Unsized:
         return UNKNOWN_RANGE
 
 
-def unsized(arguments: tuple[object, ...], but: frozenset[str] = frozenset()) -> tuple[object, ...]:
-    """A named tuple of kernel arguments with its tensors unsized, except the fields ``but``."""
-    fields: tuple[str, ...] = getattr(arguments, "_fields", ())
+def unsized(argument: Any, but: frozenset[str] = frozenset()) -> Any:
+    """A kernel's argument; of a named tuple, the tensors unsized except for the fields ``but``."""
+    if not hasattr(argument, "_fields"):
+        return argument
     shown = {
         field: Unsized(value)
-        for field, value in zip(fields, arguments, strict=True)
+        for field, value in zip(argument._fields, argument, strict=True)
         if isinstance(value, Tensor) and field not in but
     }
-    return arguments._replace(**shown) if shown else arguments  # type: ignore[attr-defined]
+    return argument._replace(**shown)
