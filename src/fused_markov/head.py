@@ -119,7 +119,7 @@ class MarkovHead:
         bias = embed.new_empty(embed.shape[0], self.draft_vocab)
         tiles = self.cpu_tiles(embed)
         for low, high in self.cpu_blocks():
-            bias[:, low:high] = self.cpu_bias_block(tiles, low, high)[: embed.shape[0]]
+            self.cpu_bias_block(tiles, low, high, bias[:, low:high])
         return bias
 
     def cpu_blocks(self) -> list[tuple[int, int]]:
@@ -132,15 +132,15 @@ class MarkovHead:
         padded = F.pad(embed, (0, 0, 0, -embed.shape[0] % CPU_ROWS))
         return [tile.T for tile in torch.split(padded, CPU_ROWS)]
 
-    def cpu_bias_block(self, tiles: list[Tensor], low: int, high: int) -> Tensor:
-        """Columns ``low:high`` (one of `cpu_blocks`) of the bias rows of `cpu_tiles`.
+    def cpu_bias_block(self, tiles: list[Tensor], low: int, high: int, out: Tensor) -> None:
+        """Write columns ``low:high`` (one of `cpu_blocks`) of the bias rows of `cpu_tiles`.
 
-        ``[M rounded up, high-low]``.
+        ``out`` ``[M, high-low]`` is of w2's dtype.
         """
-        # W2 on the left: the libraries then read it in half the time.
         w2 = self.w2[low:high]
-        bias = [torch.mm(w2, tile).T for tile in tiles]
-        return self.transform(bias[0] if len(bias) == 1 else torch.cat(bias))
+        for tile, rows in zip(tiles, torch.split(out, CPU_ROWS), strict=True):
+            # W2 on the left: the libraries then read it in half the time.
+            rows.copy_(self.transform(torch.mm(w2, tile).T[: rows.shape[0]]))
 
     def transform(self, bias: Tensor) -> Tensor:
         """Soft cap, then scale, each operation rounded to ``bias``'s dtype (LogitsProcessor)."""

@@ -83,6 +83,12 @@ class _Run:
         self._head, self._gate = head, gate
         self._batch, self._cache = batch, cache
         self._dtype = logits_dtype(head, batch, cache)
+        # Whether the candidates' places in the cache are those of their target ids.
+        self._scattered = (
+            cache is not None
+            and head.id_map is not None
+            and cache_is_target_wide(head, cache.shape[2])
+        )
         slots = batch.slot_matrix()
         shape = slots.shape
         self._live = slots >= 0
@@ -165,7 +171,7 @@ class _Run:
         at = (row, step)
         prev, no_floor = self._prev[at], self._no_floor[at]
         floor = guess.floors(prev, row, step, self._guess[at])
-        box, base, cache = self._box(row.tolist(), step.tolist())
+        base, cache = self._views(row.tolist(), step.tolist())
         pairs = Pairs(
             row=row,
             step=step,
@@ -177,57 +183,58 @@ class _Run:
             position=self._position[at],
             least=guess.least[at],
             floor=torch.where(no_floor, -torch.inf, floor),
-            box=box,
             base=base,
             cache=cache,
         )
         return pairs, Best(self._head, self._gate, pairs)
 
-    def _box(
-        self, row: list[int], step: list[int]
-    ) -> tuple[tuple[int, int] | None, Tensor | None, Tensor | None]:
-        """The box that pairs in order of row and step are, its base logits and its cache."""
+    def _views(self, row: list[int], step: list[int]) -> tuple[Tensor | None, Tensor | None]:
+        """`Pairs.base` and `Pairs.cache` of pairs in the order of their rows and steps."""
         rows, steps = range(row[0], row[-1] + 1), range(step[0], step[-1] + 1)
         if list(zip(row, step, strict=True)) != [(r, s) for r in rows for s in steps]:
-            return None, None, None
-        box, head, cache = (len(rows), len(steps)), self._head, self._cache
-        across = slice(steps.start, steps.stop)
+            return None, None
+        head, cache, across = self._head, self._cache, slice(steps.start, steps.stop)
         base = self._batch.base_logits[rows.start : rows.stop, across, : head.draft_vocab]
-        slots = self._slot[rows.start : rows.stop, across]
-        first = int(slots[0, 0])
+        slots = self._slot[rows.start : rows.stop, across].tolist()
+        first, count = slots[0][0], len(rows)
         if (
             cache is None
-            or (head.id_map is not None and cache_is_target_wide(head, cache.shape[2]))
-            or slots.tolist() != [[first + i] * box[1] for i in range(box[0])]
+            or self._scattered
+            or slots != [[slot] * len(steps) for slot in range(first, first + count)]
+            or (count > 1 and cache.stride(0) != len(steps) * cache.stride(1))
         ):
-            return box, base, None
-        return box, base, cache[first : first + box[0], across, : head.draft_vocab]
+            return base, None
+        cache = cache[first : first + count, across, : head.draft_vocab]
+        return base, cache.view(-1, head.draft_vocab)
 
     def _logits(self, pairs: Pairs, blocks: list[tuple[int, int]]) -> Tensor:
-        """``[a, b, width]`` logits of successive blocks: in the cache where it has the box."""
-        first, count = blocks[0][0], pairs.row.numel()
-        shape = (*(pairs.box or (count, 1)), blocks[-1][1] - first)
+        """``[n, width]`` logits of successive blocks: in the cache itself where it has the view."""
+        first, last = blocks[0][0], blocks[-1][1]
         if pairs.cache is None:
-            logits = torch.empty(shape, dtype=self._dtype)
+            logits = torch.empty(pairs.row.numel(), last - first, dtype=self._dtype)
         else:
-            logits = pairs.cache.narrow(2, first, shape[2])
+            logits = pairs.cache[:, first:last]
         for low, high in blocks:
-            if pairs.base is None:
-                base = self._batch.base_logits[pairs.row, pairs.step, low:high].unsqueeze(1)
-            else:
-                base = pairs.base.narrow(2, low, high - low)
-            bias = self._head.cpu_bias_block(pairs.tiles, low, high)[:count]
-            bias = bias.view(*shape[:2], high - low)
-            torch.add(base, bias, out=logits.narrow(2, low - first, high - low))
-            del bias  # before the next block's is made
+            self._logits_of_block(pairs, low, high, logits[:, low - first : high - first])
         return logits
+
+    def _logits_of_block(self, pairs: Pairs, low: int, high: int, out: Tensor) -> None:
+        """Write columns ``low:high`` of the logits to ``out`` ``[n, high-low]``."""
+        same = out.dtype == self._head.dtype
+        bias = out if same else torch.empty(out.shape, dtype=self._head.dtype)
+        self._head.cpu_bias_block(pairs.tiles, low, high, bias)
+        if pairs.base is None:
+            base = self._batch.base_logits[pairs.row, pairs.step, low:high]
+        else:
+            base = pairs.base[:, :, low:high]
+            bias, out = bias.view(base.shape), out.view(base.shape)
+        torch.add(base, bias, out=out)
 
     def _store(self, pairs: Pairs, logits: Tensor, low: int, high: int) -> None:
         cache, head = self._cache, self._head
         if cache is None or pairs.cache is not None:
             return
-        logits = logits.flatten(0, 1)
-        if head.id_map is not None and cache_is_target_wide(head, cache.shape[2]):
+        if head.id_map is not None and self._scattered:
             columns = head.id_map[low:high].unsqueeze(0)
             cache[pairs.slot.unsqueeze(1), pairs.step.unsqueeze(1), columns] = logits
         else:
@@ -238,8 +245,7 @@ class _Run:
         cache, head = self._cache, self._head
         if cache is None:
             return
-        mapped = head.id_map is not None and cache_is_target_wide(head, cache.shape[2])
-        first = 0 if mapped else head.draft_vocab
+        first = 0 if self._scattered else head.draft_vocab
         if first < cache.shape[2]:
             row, step = self._live.nonzero(as_tuple=True)
             cache[self._slot[row, step], step, first:] = -torch.inf

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_markov.engines.cpu_noise import RUN, RUNS_AT_ONCE, NoiseGate
+from fused_markov.engines.cpu_noise import NoiseGate
+from fused_markov.engines.cpu_runs import RUN, RUNS_AT_ONCE, largest_of_runs, logits_of_runs
 from fused_markov.head import MarkovHead
 
 # Tokens whose exact noise is computed at a time: some forty operations on int64.
@@ -27,10 +28,9 @@ class Pairs:
         state: int32 hash states. seed, position: int64.
         least: int32 ``[n, runs]`` the least rank of each run's noise, or `UNKNOWN_RANK`.
         floor: a score that the best one is expected to reach; -inf where nothing is known.
-        box: ``(a, b)``, a * b = n, where the pairs are b successive steps of each of a successive
-            rows; else None.
-        base: ``[a, b, V]`` the box's base logits, without a copy.
-        cache: ``[a, b, V]`` the cache's rows of the box, where they are a box there, too.
+        base: ``[a, b, V]``, a * b = n, without a copy, their base logits, where the pairs are the
+            same b successive steps of a successive rows; else None.
+        cache: ``[n, V]``, without a copy, their part of the cache, where it has such a view.
     """
 
     row: Tensor
@@ -43,7 +43,6 @@ class Pairs:
     position: Tensor
     least: Tensor
     floor: Tensor
-    box: tuple[int, int] | None
     base: Tensor | None
     cache: Tensor | None
 
@@ -78,8 +77,8 @@ class Best:
         return self._id, self._score.isfinite(), sure
 
     def update(self, logits: Tensor, low: int) -> None:
-        """Take in the logits ``[a, b, width]``, a * b = n, of candidates from ``low`` on."""
-        tops = _largest_of_runs(logits)
+        """Take in the logits ``[n, width]`` of the candidates from ``low`` on."""
+        tops = largest_of_runs(logits)
         if self._greedy.numel():
             self._update_greedy(logits, tops, low)
         if self._sampled.numel():
@@ -91,13 +90,14 @@ class Best:
         best = tops.amax(dim=1, keepdim=True)
         if self._head.ascending:
             run = _first(tops == best)
-            place = _first(_run(logits, pair, run) == best)
+            place = _first(logits_of_runs(logits, pair, run) == best)
             found = self._target(low + run * RUN + place)
         else:
             found = torch.full_like(pair, _NO_ID)
             tied = torch.split((tops == best).nonzero(), RUNS_AT_ONCE)
             for of, run in (x.unbind(1) for x in tied):
-                i, place = (_run(logits, pair[of], run) == best[of]).nonzero(as_tuple=True)
+                values = logits_of_runs(logits, pair[of], run)
+                i, place = (values == best[of]).nonzero(as_tuple=True)
                 ids = self._target(low + run[i] * RUN + place)
                 found.scatter_reduce_(0, of[i], ids, "amin")
         self._merge(pair, best.squeeze(1).to(self._score.dtype), found)
@@ -115,7 +115,8 @@ class Best:
             return
         at, place, rank = self._gate.passing(self._state[of], run + first, limit[of, run])
         pair, column = self._sampled[of[at]], run[at] * RUN + place
-        self._waiting.append((pair, low + column, _at(logits, pair, column), rank))
+        column.clamp_max_(logits.shape[1] - 1)  # what fills the last run is its last token again
+        self._waiting.append((pair, low + column, logits[pair, column], rank))
         if sum(x[0].numel() for x in self._waiting) >= SCORES_AT_ONCE:
             self._score_waiting()
 
@@ -150,32 +151,6 @@ class Best:
     def _target(self, candidate: Tensor) -> Tensor:
         """Target ids; the padding behind the last candidate stands for that one."""
         return self._head.target_ids(candidate.clamp_max(self._head.draft_vocab - 1))
-
-
-def _largest_of_runs(logits: Tensor) -> Tensor:
-    """``[n, runs]`` the largest of each run of ``logits`` ``[a, b, width]``; NaN counts as -inf."""
-    count = logits.shape[2] // RUN
-    whole, rest = logits[:, :, : count * RUN], logits[:, :, count * RUN :]
-    tops = whole.view(*logits.shape[:2], count, RUN).amax(3)
-    if rest.shape[2]:
-        tops = torch.cat((tops, rest.amax(2, keepdim=True)), dim=2)
-    tops = tops.flatten(0, 1)
-    nan = tops.isnan()
-    if nan.any():
-        for pair, run in (x.unbind(1) for x in torch.split(nan.nonzero(), RUNS_AT_ONCE)):
-            runs = _run(logits, pair, run)
-            tops[pair, run] = torch.where(runs.isnan(), -torch.inf, runs).amax(1)
-    return tops
-
-
-def _run(logits: Tensor, pair: Tensor, run: Tensor) -> Tensor:
-    """``[m, RUN]`` the logits of runs; what the last run lacks is filled with its last one."""
-    return _at(logits, pair.unsqueeze(1), (run * RUN).unsqueeze(1) + torch.arange(RUN))
-
-
-def _at(logits: Tensor, pair: Tensor, column: Tensor) -> Tensor:
-    steps = logits.shape[1]
-    return logits[pair // steps, pair % steps, column.clamp_max(logits.shape[2] - 1)]
 
 
 def _first(mask: Tensor) -> Tensor:

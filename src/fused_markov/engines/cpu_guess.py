@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_markov.batch import DraftBatch
-from fused_markov.engines.cpu_noise import RUN, UNKNOWN_RANK, NoiseGate
+from fused_markov.engines.cpu_noise import UNKNOWN_RANK, NoiseGate
+from fused_markov.engines.cpu_runs import RUN, largest_of_runs
 from fused_markov.head import MarkovHead
 
 # Candidates kept a step.
@@ -77,14 +78,10 @@ class Candidates:
         return F.pad(rest, (0, RUN - rest.shape[1]), value=-torch.inf)
 
     def _largest_of_runs(self, live: Tensor) -> Tensor:
-        """fp32 ``[R, S, runs]``: the largest base logit of each run; -inf where one is NaN."""
-        runs = -(-self._head.draft_vocab // RUN)
-        tops = torch.full((*live.shape, runs), -torch.inf)
-        whole = self._whole_runs()
+        """fp32 ``[R, S, runs]``: the largest base logit of each run; -inf of rows not live."""
+        tops = torch.full((*live.shape, -(-self._head.draft_vocab // RUN)), -torch.inf)
         for row in live.any(dim=1).nonzero().flatten().tolist():
-            tops[row, :, : self._whole] = whole[row].amax(2)
-            if self._whole < runs:
-                tops[row, :, self._whole] = self._logits[row, :, self._whole * RUN :].amax(1)
+            tops[row] = largest_of_runs(self._logits[row])
         return tops.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
 
     def _greedy(self, tops: Tensor, row: Tensor, step: Tensor) -> None:

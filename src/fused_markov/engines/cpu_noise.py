@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from fused_markov import noise
+from fused_markov.engines.cpu_runs import RUN, RUNS_AT_ONCE
 from fused_markov.head import MarkovHead
-
-# Tokens are gated in runs of this many neighbours, by the run's largest logit.
-RUN = 128
-
-# Runs hashed at a time: an int32 slice of 160 KiB and a copy of it stay near the core, and a single
-# row's scratch below its cache.
-RUNS_AT_ONCE = 320
 
 # Below every rank's limit: for runs whose least rank is not known.
 UNKNOWN_RANK = -(2**31)
