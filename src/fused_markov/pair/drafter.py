@@ -59,6 +59,8 @@ class DrafterConfig:
             "dtype": "bfloat16",
             **values,
             "target_layer_ids": list(self.target_layer_ids),
+            # vLLM 0.25 and 0.26 size `fc` by this list, or else by the number of draft layers.
+            "dflash_config": {"target_layer_ids": list(self.target_layer_ids)},
             "num_target_layers": 30,
             "target_hidden_size": self.hidden_size,
             "draft_vocab_size": self.vocab_size,
