@@ -17,6 +17,10 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_ROWS = 16
 CPU_CANDIDATES = 16384
 
+# Candidates whose rows of w2 are made fp32 at a time where the CPU cannot multiply their dtype: a
+# product of its own takes five times as long there. 512 KiB at rank 256 stay near the core.
+CPU_WIDENED = 512
+
 
 class MarkovHead:
     """A low-rank Markov head (DSpark, arXiv 2607.05147; vLLM's ``DSparkMarkovHead``).
@@ -93,6 +97,7 @@ class MarkovHead:
         ids = self.id_map
         self.lowest_id = 0 if ids is None else int(ids.min())
         self.ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
+        self._multiplied = _cpu_multiplies(w2.dtype)
         self.successors = _checked_successors(successors, self)
 
     @property
@@ -129,6 +134,7 @@ class MarkovHead:
 
     def cpu_tiles(self, embed: Tensor) -> list[Tensor]:
         """``embed`` ``[M, r]``, transposed, in the pieces that `cpu_bias_block` multiplies."""
+        embed = embed if self._multiplied else embed.float()
         padded = F.pad(embed, (0, 0, 0, -embed.shape[0] % CPU_ROWS))
         return [tile.T for tile in torch.split(padded, CPU_ROWS)]
 
@@ -137,10 +143,15 @@ class MarkovHead:
 
         ``out`` ``[M, high-low]`` is of w2's dtype.
         """
-        w2 = self.w2[low:high]
-        for tile, rows in zip(tiles, torch.split(out, CPU_ROWS), strict=True):
-            # W2 on the left: the libraries then read it in half the time.
-            rows.copy_(self.transform(torch.mm(w2, tile).T[: rows.shape[0]]))
+        size = high - low if self._multiplied else CPU_WIDENED
+        outs = torch.split(out, CPU_ROWS)
+        for first in range(low, high, size):
+            w2 = self.w2[first : min(first + size, high)]
+            w2 = w2 if self._multiplied else w2.float()
+            for tile, rows in zip(tiles, outs, strict=True):
+                # W2 on the left: the libraries then read it in half the time.
+                bias = torch.mm(w2, tile).T[: rows.shape[0]].to(self.dtype)
+                rows[:, first - low : first - low + w2.shape[0]] = self.transform(bias)
 
     def transform(self, bias: Tensor) -> Tensor:
         """Soft cap, then scale, each operation rounded to ``bias``'s dtype (LogitsProcessor)."""
@@ -158,6 +169,17 @@ class MarkovHead:
             f"MarkovHead(vocab_size={self.vocab_size}, draft_vocab={self.draft_vocab}{mapped}, "
             f"rank={self.rank}, dtype={self.dtype}, device={self.device})"
         )
+
+
+def _cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether matrices of ``dtype`` are multiplied by more than a loop over scalars on this CPU."""
+    if dtype == torch.float32:
+        return True
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _dequantized(w1: Tensor, w2: Tensor, w2_scale: Tensor | None) -> Tensor:
