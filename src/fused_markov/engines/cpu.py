@@ -138,9 +138,11 @@ class _Run:
             token = was.clone()
             row = todo[-1].nonzero().squeeze(1)
             if row.numel():
-                after[row] = before = prev[row]
-                guessed[row] = place = guess.best_after(before, row, step)
-                token[row] = self._head.target_ids(place)
+                before = prev.index_select(0, row)
+                place = guess.best_after(before, row, step)
+                after.index_copy_(0, row, before)
+                guessed.index_copy_(0, row, place)
+                token.index_copy_(0, row, self._head.target_ids(place))
             prev = token
         return torch.stack(todo, dim=1)
 

@@ -36,7 +36,7 @@ class Candidates:
     Attributes:
         index: int64 ``[R, S, K]`` rows of w2.
         base: ``[R, S, K]`` their base logits; -inf in unused places.
-        noise: fp32 ``[R, S, K]``; 0 for greedy steps.
+        noise: fp32 ``[R, S, K]`` times temperature: what is added to logits; 0 for greedy steps.
         least: int32 ``[R, S, runs]`` the least rank of each run's noise where it was computed: most
             runs need no second look in the check.
     """
@@ -61,6 +61,7 @@ class Candidates:
         self.noise = torch.zeros(shape)
         self._cold, self._state = temp == 0, state
         self._noisy = not bool(self._cold.all())
+        self._used = shape[2]  # places that may hold a candidate
         self._temp = torch.where(self._cold, 1.0, temp)
         tops = self._largest_of_runs(live)
         self.least = torch.full(tops.shape, UNKNOWN_RANK, dtype=torch.int32)
@@ -146,7 +147,10 @@ class Candidates:
         place = torch.arange(of.numel()) - first[of]
         kept = place < self.index.shape[2]
         at = (row[of][kept], step[of][kept], place[kept])
-        self.index[at], self.base[at], self.noise[at] = column[kept], base[kept], g[kept]
+        self.index[at], self.base[at] = column[kept], base[kept]
+        self.noise[at] = g[kept] * self._temp[at[:2]]
+        if not bool(self._cold.any()):
+            self._used = int(at[2].max()) + 1 if at[2].numel() else 1
 
     def best_after(self, prev: Tensor, row: Tensor, step: int) -> Tensor:
         """``[n]`` rows of w2: the best candidates of rows ``row`` at one step after ``prev``."""
@@ -156,10 +160,11 @@ class Candidates:
     def _best(self, prev: Tensor, row: Tensor, step: int) -> Tensor:
         head = self._head
         index, base, g = self._candidates(prev, row, step)
-        bias = torch.bmm(head.w2[index].float(), head.w1[prev].float().unsqueeze(2)).squeeze(2)
+        w2 = head.w2.index_select(0, index.flatten()).float().view(*index.shape, -1)
+        bias = torch.bmm(w2, head.w1.index_select(0, prev).float().unsqueeze(2)).squeeze(2)
         # Rounded as the logits will be: they tie, or lose, by their last place.
         logits = (base + head.transform(bias.to(head.dtype))).to(self._dtype)
-        score = logits.float() / self._temp[row, step].unsqueeze(1) + g
+        score = logits.float() + g
         score = score.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
         tied = score == score.amax(dim=1, keepdim=True)
         place = torch.where(tied, head.target_ids(index), _NO_ID).argmin(dim=1, keepdim=True)
@@ -167,12 +172,14 @@ class Candidates:
 
     def _candidates(self, prev: Tensor, row: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of w2, base logits and noise ``[n, K]`` of a step, with ``prev``'s successors."""
-        found = self.index[row, step], self.base[row, step], self.noise[row, step]
+        kept = self.index, self.base, self.noise
+        found = tuple(x[:, step, : self._used].index_select(0, row) for x in kept)
         if self._head.successors is None:
-            return found
+            return found[0], found[1], found[2]
         index = self._head.successors[prev].to(torch.int64)
         base = self._logits[row.unsqueeze(1), step, index]
-        more = (index, base, self._noise(row, step, index))
+        g = self._noise(row, step, index) * self._temp[row, step].unsqueeze(1)
+        more = (index, base, g)
         index, base, g = (torch.cat(x, dim=1) for x in zip(found, more, strict=True))
         return index, base, g
 
@@ -191,13 +198,14 @@ class Candidates:
         """
         head, base = self._head, self._logits[row, step, place]
         w1, w2 = head.w1[prev].float(), head.w2[place].float()
-        bias = head.transform((w1 * w2).sum(dim=1).to(head.dtype))
+        products = w1 * w2
+        bias = head.transform(products.sum(dim=1).to(head.dtype))
         temp, g = self._temp[row, step], self._noise(row, step, place.unsqueeze(1)).squeeze(1)
         score = (base + bias).to(self._dtype).float() / temp + g
         # The product may sum in another order, and then round bias and logit the other way.
         eps = max(torch.finfo(d).eps for d in (head.dtype, base.dtype, self._dtype))
         off = 2 * eps * (base.float().abs() + 2 * bias.float().abs())
-        off += 2.0**-23 * head.rank * abs(head.scale) * w1.norm(dim=1) * w2.norm(dim=1)
+        off += 2.0**-23 * head.rank * abs(head.scale) * products.abs().sum(dim=1)
         floor = score - off / temp - 1e-5 * score.abs() - 1e-3
         return torch.where(floor.isfinite(), floor, -torch.inf)
 

@@ -8,9 +8,9 @@ from torch import Tensor
 # Tokens are gated in runs of this many neighbours, by the run's largest logit.
 RUN = 128
 
-# Runs looked at closer at a time: an int32 slice of 160 KiB and a copy of it stay near the core,
+# Runs looked at closer at a time: an int32 slice of 224 KiB and a copy of it stay near the core,
 # and a single row's scratch below its cache.
-RUNS_AT_ONCE = 320
+RUNS_AT_ONCE = 448
 
 
 def largest_of_runs(logits: Tensor) -> Tensor:
