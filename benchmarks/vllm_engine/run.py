@@ -142,6 +142,11 @@ def measure(
     }
 
 
+def without_answers(part: dict[str, Any]) -> dict[str, Any]:
+    """A measurement without its many token ids."""
+    return {name: value for name, value in part.items() if name != "answers"}
+
+
 def counters(worker: Any) -> dict[str, Any] | None:
     """The plugin's counters, in the worker; None where it has no drafter."""
     runner = getattr(worker, "worker", worker).model_runner
@@ -193,6 +198,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ):
         stage(name)
         result[name] = measure(engine, batches, temperature, options)
+        print(json.dumps(without_answers(result[name])), file=sys.stderr, flush=True)
     result["compiled_after_warm_up"] = compiles.names
     result["plugin"] = engine.collective_rpc(counters)[0]
     return result
@@ -290,9 +296,9 @@ def main() -> int:
     if options.out:
         options.out.write_text(json.dumps(report) + "\n")
     for result in results.values():
-        for part in result.values():
+        for name, part in result.items():
             if isinstance(part, dict):
-                part.pop("answers", None)
+                result[name] = without_answers(part)
     print(json.dumps(report, indent=2))
     return int(bool(report["wrong"]))
 
