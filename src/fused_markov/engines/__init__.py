@@ -76,7 +76,9 @@ def _triton_engines() -> list[type[Engine]]:
     from fused_markov.engines.one_pass import OnePassEngine
     from fused_markov.engines.per_step import PerStepEngine
 
-    return [OnePassEngine, PerStepEngine]
+    # AMD's last cache holds W2 from its first read on, and a launch costs more: docs/amd.md.
+    on_amd = torch.version.hip is not None
+    return [PerStepEngine, OnePassEngine] if on_amd else [OnePassEngine, PerStepEngine]
 
 
 class _NoTriton:

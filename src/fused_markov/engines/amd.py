@@ -28,6 +28,7 @@ class Processor:
         lds: bytes of LDS.
         lds_limit: most of them that one program may have.
         lds_granule: they are given out in multiples of this.
+        last_level: bytes of the GPU's last cache before memory, which HIP does not tell.
     """
 
     simds: int
@@ -37,13 +38,14 @@ class Processor:
     lds: int
     lds_limit: int
     lds_granule: int
+    last_level: int
 
 
 PROCESSORS = {
-    "gfx942": Processor(4, 8, 512, 8, 64 << 10, 64 << 10, 512),
-    "gfx950": Processor(4, 8, 512, 8, 160 << 10, 160 << 10, 1280),
+    "gfx942": Processor(4, 8, 512, 8, 64 << 10, 64 << 10, 512, 256 << 20),
+    "gfx950": Processor(4, 8, 512, 8, 160 << 10, 160 << 10, 1280, 256 << 20),
     # Two compute units that share their LDS: a work-group processor.
-    "gfx1100": Processor(4, 16, 1536, 24, 128 << 10, 64 << 10, 512),
+    "gfx1100": Processor(4, 16, 1536, 24, 128 << 10, 64 << 10, 512, 96 << 20),
 }
 
 
@@ -100,7 +102,7 @@ def read_report(assembly: str, lds: int) -> Report:
     """The figures in a kernel's assembly; ``lds`` is Triton's, as LLVM does not know it."""
 
     def figure(key: str) -> int:
-        found = re.search(rf"^\s*\.{key}:\s+(\d+)", assembly, re.MULTILINE)
+        found = re.search(rf"^[ -]*\.{key}:\s+(\d+)", assembly, re.MULTILINE)
         return int(found.group(1)) if found else 0
 
     return Report(

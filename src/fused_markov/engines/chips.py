@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fused_markov.engines.amd import PROCESSORS, nearest
+from fused_markov.engines.amd import PROCESSORS, nearest, processor_of
 from fused_markov.engines.configs import ONE_PASS, PER_STEP, OnePassConfig, PerStepConfig
 
 
@@ -62,3 +62,10 @@ def chip_of(device: torch.device) -> Chip:
 def architecture(device: torch.device) -> str:
     """Architecture of an AMD GPU, without its features (``gfx942`` of ``gfx942:sramecc+``)."""
     return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+
+
+def last_cache_bytes(device: torch.device) -> int:
+    """Bytes of the last cache before memory: the L2, and on AMD GPUs the one behind it."""
+    if torch.version.hip is not None:
+        return processor_of(architecture(device)).last_level
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
