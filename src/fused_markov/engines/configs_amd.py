@@ -41,9 +41,9 @@ ONE_PASS_GFX942 = (
         programs_per_sm=2,
         check_registers=0,
     ),
-    # Any number. A tile of 64 rows takes 56 vector instructions a token where one of 16 takes 69
-    # and one of 32 takes 86; 32 candidates let two programs share 64 KiB of LDS. Eight waves would
-    # be four a SIMD instead of two, and then 8 bytes a load.
+    # Any number. A tile of 64 rows takes 53 vector instructions a token where one of 16 takes 65;
+    # 32 candidates let two programs share 64 KiB of LDS. Eight waves would be four a SIMD instead
+    # of two, but they would read base and write cache 8 bytes at a time.
     OnePassConfig(
         max_row_steps=1 << 30,
         chunks=32,
@@ -75,14 +75,16 @@ PER_STEP_GFX942 = (
 ONE_PASS_GFX950 = (replace(ONE_PASS_GFX942[0], programs_per_sm=4), ONE_PASS_GFX942[1])
 PER_STEP_GFX950 = (replace(PER_STEP_GFX942[0], programs_per_sm=4), PER_STEP_GFX942[1])
 
-# gfx1100: waves of 32, and a matrix unit that wants both halves of a wave to hold the same rows.
-# All rows of 16 in every wave are 128 VGPRs and 134 spill; 64 rows shared out over eight waves fit.
-# A multiprocessor is two compute units, with registers for six such waves a SIMD.
+# gfx1100: waves of 32, so twice as many for a check's lanes. Its matrix unit wants both halves of a
+# wave to hold the same rows: whole rows of W1 would be 128 VGPRs and spill, so that a check takes
+# the rank in pieces (`Chip.row_bytes`). A multiprocessor is two compute units.
 ONE_PASS_GFX1100 = tuple(
-    replace(config, block_m=64, block_v=32, check_warps=8, programs_per_sm=3)
+    replace(config, check_warps=2 * config.check_warps, programs_per_sm=3)
     for config in ONE_PASS_GFX942
 )
-PER_STEP_GFX1100 = (replace(PER_STEP_GFX942[1], num_warps=8, programs_per_sm=3),)
+PER_STEP_GFX1100 = tuple(
+    replace(config, num_warps=2 * config.num_warps, programs_per_sm=3) for config in PER_STEP_GFX942
+)
 
 AMD_CONFIGS = {
     "gfx942": (ONE_PASS_GFX942, PER_STEP_GFX942),
