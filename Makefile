@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
+TRITONS ?= 3.6.0 3.7.0 3.8.0 3.9.0
 PROMPT ?= Can you provide a detailed guide on how to prepare for a job interview in the tech industry?
 
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # One thread a worker: several workers with a thread pool each only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench amd clean
 
 demo: $(STAMP)
 	$(BIN)/fused-markov generate --prompt "$(PROMPT)"
@@ -33,6 +34,14 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# AMD's compile tests over several Tritons, each installed apart from the environment.
+amd: $(STAMP)
+	for version in $(TRITONS); do \
+	  home=.cache/triton-$$version; \
+	  test -d $$home || $(BIN)/python -m pip install --no-deps --target $$home triton==$$version || exit 1; \
+	  PYTHONPATH=$$home $(PYTEST) tests/compile/test_amd.py || exit 1; \
+	done
 
 bench: $(STAMP)
 	$(BIN)/fused-markov bench
