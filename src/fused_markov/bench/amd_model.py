@@ -14,7 +14,7 @@ class Machine:
     """What is assumed of a GPU; rates are a microsecond's.
 
     Attributes:
-        hbm: bytes from memory: the datasheet's rate times the share that reads are assumed to reach.
+        hbm: bytes from memory: the datasheet's rate times a share that is assumed to be reached.
         last_level: bytes from the last-level cache, likewise.
         last_level_bytes: size of that cache.
         simds: SIMDs of the GPU.
