@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import triton
 from amd_kernels import (
     DTYPES,
     ENGINES,
@@ -65,6 +66,10 @@ MATRIX = [
 
 @pytest.mark.parametrize(("arch", "engine", "index", "mode", "dtype"), MATRIX)
 def test_compiles_well(arch: str, engine: str, index: int, mode: Mode, dtype: str) -> None:
+    if arch == "gfx1100" and triton.__version__.startswith("3.7."):
+        pytest.xfail(
+            "Triton 3.7 keeps 75 to 117 of gfx1100's registers in memory; 3.6, 3.8, 3.9 none"
+        )
     config = configs(arch, engine)[index]
     for launch in launches(arch, engine, config, mode, dtype).values():
         wrong = faults(compiled(launch, arch), dtype)
