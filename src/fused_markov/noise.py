@@ -59,6 +59,15 @@ def prefix(seed: Tensor, step: Tensor | int, position: Tensor, domain: int = 0) 
     return _mix(h, word & _U32)
 
 
+def token_keys(ids: Tensor) -> Tensor:
+    """int32 ``like ids``: what a token id brings to its hash whatever the row, for the kernels.
+
+    The kernels turn it and the row's state by 13 bits before they meet, not after.
+    """
+    key = _rotl(_mix_key(ids.to(torch.int64)), 13)
+    return torch.where(key >= 1 << 31, key - (1 << 32), key).to(torch.int32)
+
+
 def hash32(state: Tensor, token: Tensor) -> Tensor:
     """uint32 hashes (as int64) of target ids ``token`` after the ``state`` that `prefix` gave."""
     return _finalize(_mix(state, token.to(torch.int64)) ^ 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,7 @@ def make_problem(
     base_std: float = 2.0,
     scale: float = 1.0,
     soft_cap: float | None = None,
+    exact_sums: bool = False,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Problem:
@@ -94,6 +96,8 @@ def make_problem(
         bias_std: standard deviation of the Markov bias; 0 gives zero weights. Far above
             ``base_std`` the base says nothing about the chain, and guesses fail.
         base_std: standard deviation of the bulk of the base; 0 gives constant logits (all ties).
+        exact_sums: weights of 64 steps at most: fp32 sums of 1024 products are exact, so that the
+            order of addition, a library's own affair, shows nowhere.
     """
     _choice("slots", slots, SLOTS)
     _choice("strides", strides, STRIDES)
@@ -103,6 +107,8 @@ def make_problem(
     candidates = vocab if draft_vocab is None else draft_vocab
     w1 = torch.randn(vocab, rank, generator=gen).to(dtype)
     w2 = (torch.randn(candidates, rank, generator=gen) * (bias_std / rank**0.5)).to(dtype)
+    if exact_sums:
+        w1, w2 = _in_steps(w1, 1.0), _in_steps(w2, bias_std / rank**0.5)
     id_map = None
     if draft_vocab is not None:
         id_map = torch.randperm(vocab, generator=gen)[:draft_vocab].sort().values.to(device)
@@ -132,6 +138,12 @@ def make_problem(
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ArgumentError(name, f"one of {choices}", repr(value))
+
+
+def _in_steps(weights: Tensor, std: float) -> Tensor:
+    """``weights`` rounded to at most 64 steps either way, of an eighth of ``std`` or more."""
+    step = 2.0 ** (math.ceil(math.log2(std)) - 3) if std else 1.0
+    return ((weights.float() / step).round().clamp(-64, 64) * step).to(weights.dtype)
 
 
 def _base(

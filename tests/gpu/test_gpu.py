@@ -22,12 +22,8 @@ ENGINES = ("one_pass", "per_step")
 MAX_VARIANTS = 12
 
 
-def exact(problem: Problem) -> Problem:
-    """The same with weights in steps of 1/8 and 1/64: fp32 sums of 1024 products are exact."""
-    head = problem.head
-    head.w1.copy_((head.w1.float() * 8).round().clamp(-32, 32) / 8)
-    head.w2.copy_((head.w2.float() * 64).round().clamp(-64, 64) / 64)
-    return problem
+def exact(*shape: int, **options: Any) -> Problem:
+    return make_problem(*shape, exact_sums=True, device="cuda", **options)
 
 
 def sampler_of(problem: Problem, engine: str, max_rows: int = 0, **options: Any) -> fm.DraftSampler:
@@ -117,7 +113,7 @@ CASES = (
 
 
 def problem_of(case: Case) -> Problem:
-    problem = exact(make_problem(*case.shape, device="cuda", seed=5, **case.options))
+    problem = exact(*case.shape, seed=5, **case.options)
     batch, index = problem.batch, case.index_dtype
     slots = None if batch.slots is None else batch.slots.to(index)
     batch = replace(
@@ -136,7 +132,7 @@ def test_equals_the_reference(engine: str, case: Case) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8, 33, 64])
 @pytest.mark.parametrize("vocab", [1, 2047, 2048, 2049, 129280, 151936])
 def test_sizes(vocab: int, rows: int) -> None:
-    problem = exact(make_problem(rows, 5, vocab, 256, temperature="mixed", device="cuda"))
+    problem = exact(rows, 5, vocab, 256, temperature="mixed")
     for engine in ENGINES:
         check(problem, sampler_of(problem, engine))
 
@@ -169,7 +165,7 @@ def test_any_weights(rows: int, temperature: str, options: dict[str, float]) -> 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("temperature", ["greedy", "mixed"])
 def test_non_finite_logits(engine: str, temperature: str) -> None:
-    problem = exact(make_problem(6, 2, 4099, 64, temperature=temperature, device="cuda"))
+    problem = exact(6, 2, 4099, 64, temperature=temperature)
     base = problem.batch.base_logits
     base[0, 0] = torch.nan
     base[1, 1] = -torch.inf
@@ -273,8 +269,7 @@ def test_nothing_is_allocated_compiled_or_waited_for(
 @pytest.mark.parametrize("temperature", ["mixed", "greedy"])
 def test_graph_replay_with_new_contents(engine: str, temperature: str) -> None:
     """Captured while all rows are padding, replayed for live rows."""
-    options: dict[str, Any] = {"temperature": temperature, "device": "cuda"}
-    problem = exact(make_problem(5, 4, 3000, 64, **options))
+    problem = exact(5, 4, 3000, 64, temperature=temperature)
     live = replace(problem.batch, slots=torch.tensor([3, -1, 0, 4, 1], device="cuda"))
     held = replace(
         live,
@@ -309,10 +304,7 @@ def test_graph_replay_with_new_contents(engine: str, temperature: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_samplers_at_the_same_time(engine: str) -> None:
     """Two on two streams, in graphs: scratch that they shared would show."""
-    problems = [
-        exact(make_problem(24, 5, 30000, 128, temperature="mixed", seed=seed, device="cuda"))
-        for seed in range(2)
-    ]
+    problems = [exact(24, 5, 30000, 128, temperature="mixed", seed=seed) for seed in range(2)]
     wants = [reference.sample(p.head, p.batch).tokens for p in problems]
     tokens = [p.new_tokens() for p in problems]
     graphs, kept = [], []

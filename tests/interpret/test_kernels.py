@@ -32,18 +32,14 @@ SMALL_ONE_PASS = replace(
     guess_m=2,
     lanes=64,
     predecessors=32,
-    prefetch=0,
     block_m=16,
     block_v=64,
-    block_k=16,
     stages=1,
     programs_per_sm=1,
 )
-OTHER_ONE_PASS = replace(SMALL_ONE_PASS, chunks=8, guess_m=1, lanes=32, block_m=32, block_v=32)
-STEP = replace(
-    PER_STEP[0], max_rows=1 << 30, block_m=16, block_v=64, block_k=16, stages=1, programs_per_sm=1
-)
-OTHER_STEP = replace(STEP, block_m=32, block_v=128, programs_per_sm=2)
+OTHER_ONE_PASS = replace(SMALL_ONE_PASS, chunks=8, guess_m=1, lanes=32, block_m=64, block_v=32)
+STEP = replace(PER_STEP[0], max_rows=1 << 30, block_m=16, block_v=64, stages=1, programs_per_sm=1)
+OTHER_STEP = replace(STEP, block_m=64, block_v=128, programs_per_sm=2)
 CONFIGS = {"one_pass": (SMALL_ONE_PASS, OTHER_ONE_PASS), "per_step": (STEP, OTHER_STEP)}
 ENGINES = tuple(CONFIGS)
 
@@ -53,8 +49,6 @@ class Case:
     """A problem, and how it is sampled.
 
     Attributes:
-        same_sums: whether the CPU adds the products of the bias as the interpreter does. Where
-            not, the cache may differ in a last place, the tokens may not.
         passes: the fewest passes over W2 that the one-pass engine must have needed.
     """
 
@@ -64,7 +58,6 @@ class Case:
     cached: bool = True
     noise_dtype: torch.dtype = torch.float32
     index_dtype: torch.dtype = torch.int64
-    same_sums: bool = True
     passes: int = 1
 
 
@@ -98,17 +91,17 @@ CASES = (
     Case("step-major", (3, 2, 200, 16), {"strides": "step-major"}),
     Case("one candidate", (1, 3, 1, 16)),
     Case("smaller than a tile", (2, 2, 40, 16)),
-    Case("rank 24", (2, 2, 200, 24), same_sums=False),
-    Case("scale and soft cap", (2, 2, 200, 16), {"scale": 0.5, "soft_cap": 3.0}, same_sums=False),
+    Case("rank 24", (2, 2, 200, 24)),
+    Case("scale and soft cap", (2, 2, 200, 16), {"scale": 0.5, "soft_cap": 3.0}),
     Case("ties", (2, 2, 300, 16), {"temperature": "greedy", "base_std": 0.0, "bias_std": 0.0}),
     Case("strong head", (2, 4, 1300, 16), {"bias_std": 30.0, "base_std": 0.5}, passes=2),
-    Case("fp16", (3, 2, 300, 16), {"dtype": torch.float16}, same_sums=False),
+    Case("fp16", (3, 2, 300, 16), {"dtype": torch.float16}),
     Case("fp16 cache of fp32 logits", (2, 2, 200, 16), {"cache_dtype": torch.float16}),
 )
 
 
 def problem_of(case: Case, seed: int = 3) -> Problem:
-    options = {"dtype": torch.float32, **case.options}
+    options = {"dtype": torch.float32, "exact_sums": True, **case.options}
     problem = make_problem(*case.shape, seed=seed, **options)
     batch = problem.batch
     index = case.index_dtype
@@ -150,8 +143,9 @@ def check(name: str, problem: Problem, case: Case) -> fm.DraftResult:
     assert torch.equal(got.tokens.to(torch.int64), want.tokens)
     assert torch.equal(got.nonfinite, want.nonfinite)
     if cache is not None:
-        eps = 0.0 if case.same_sums else torch.finfo(cache.dtype).eps
-        torch.testing.assert_close(filled, cache, rtol=eps, atol=8 * eps, equal_nan=True)
+        # Only a soft cap's tanh is not the same arithmetic.
+        eps = torch.finfo(cache.dtype).eps if "soft_cap" in case.options else 0.0
+        torch.testing.assert_close(filled, cache, rtol=4 * eps, atol=8 * eps, equal_nan=True)
     return got
 
 
@@ -216,7 +210,7 @@ def test_a_row_alone_and_in_company(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_rank_between_powers_of_two(name: str) -> None:
     # 48 is a multiple of the tile's 16, and is itself no power of two.
-    case = Case("", (2, 2, 130, 48), same_sums=False)
+    case = Case("", (2, 2, 130, 48))
     check(name, problem_of(case), case)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fused_markov.engines.amd import PROCESSORS, nearest, processor_of
 from fused_markov.engines.configs import ONE_PASS, PER_STEP, OnePassConfig, PerStepConfig
+from fused_markov.engines.configs_amd import AMD_CONFIGS
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,16 @@ class Chip:
         one_pass: configurations of the one-pass engine, ascending.
         per_step: configurations of the per-step engine, ascending.
         cooperative: whether the one-pass engine launches cooperatively.
-        prefetches: whether kernels can ask L2 for lines (PTX).
+        row_bytes: the longest rows of W1 that a check keeps in registers.
+        ptx: whether kernels may hold NVIDIA's instructions.
     """
 
     name: str
     one_pass: tuple[OnePassConfig, ...]
     per_step: tuple[PerStepConfig, ...]
     cooperative: bool
-    prefetches: bool
+    ptx: bool
+    row_bytes: int = 1024
 
     def options(self, num_warps: int, registers: int = 0) -> dict[str, Any]:
         """Launch options of a kernel; ``registers``: the most of a thread, 0 for no limit."""
@@ -42,12 +45,17 @@ class Chip:
 
 
 # Measured on sm_90 and used for every NVIDIA GPU; the interpreter takes the same tiles.
-NVIDIA = Chip("sm_90", ONE_PASS, PER_STEP, cooperative=True, prefetches=True)
-INTERPRETER = Chip("interpreter", ONE_PASS, PER_STEP, cooperative=False, prefetches=False)
+NVIDIA = Chip("sm_90", ONE_PASS, PER_STEP, cooperative=True, ptx=True)
+INTERPRETER = Chip("interpreter", ONE_PASS, PER_STEP, cooperative=False, ptx=False)
 
+# HIP runs a cooperative launch on another queue, between two barriers across queues: not before
+# somebody has seen what that costs inside a graph. Checks and settlings are launched apart.
 AMD = {
-    name: Chip(name, ONE_PASS, PER_STEP, cooperative=False, prefetches=False) for name in PROCESSORS
+    name: Chip(name, *configs, cooperative=False, ptx=False)
+    for name, configs in AMD_CONFIGS.items()
 }
+# See `configs_amd`.
+AMD["gfx1100"] = replace(AMD["gfx1100"], row_bytes=0)
 
 
 def chip_of(device: torch.device) -> Chip:

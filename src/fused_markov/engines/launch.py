@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_markov import noise
 from fused_markov.batch import DraftBatch, cache_is_target_wide, logits_dtype
 from fused_markov.engines.amd import processor_of, read_report, unsized
-from fused_markov.engines.chips import architecture
+from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Shape
 
@@ -96,9 +97,17 @@ def block_v(configured: int, head: MarkovHead) -> int:
     return max(16, configured * 512 // max(row_bytes, 512))
 
 
-def block_k(configured: int, head: MarkovHead) -> int:
-    """Part of the rank that a tile multiplies at a time; a matrix unit takes 16 at the least."""
-    return min(configured, max(16, int(triton.next_power_of_2(head.rank))))
+def block_k(head: MarkovHead, chip: Chip) -> int:
+    """Part of the rank that a check multiplies at a time: all of it where that fits on chip."""
+    whole = int(triton.next_power_of_2(head.rank))
+    if head.w2.element_size() == 2 and whole * 2 <= chip.row_bytes:
+        return max(16, whole)
+    return piece_of_rank(head)
+
+
+def piece_of_rank(head: MarkovHead) -> int:
+    """Part of the rank that a loop multiplies at a time; a matrix unit takes 16 at the least."""
+    return min(64, max(16, int(triton.next_power_of_2(head.rank))))
 
 
 @dataclass(frozen=True)
@@ -107,17 +116,19 @@ class HeadData:
 
     id_map: Tensor
     holes: Tensor
+    keys: Tensor
 
 
 def head_data(head: MarkovHead) -> HeadData:
-    """Id map (a dummy where there is none) and unmapped target ids."""
+    """Id map (a dummy where there is none), unmapped target ids, and the candidates' hash keys."""
     if head.id_map is None:
         none = torch.zeros(1, dtype=torch.int64, device=head.device)
-        return HeadData(none, none.to(torch.int32))
+        keys = noise.token_keys(torch.arange(head.draft_vocab, device=head.device))
+        return HeadData(none, none.to(torch.int32), keys)
     unmapped = torch.ones(head.vocab_size, dtype=torch.bool, device=head.device)
     unmapped[head.id_map] = False
     holes = unmapped.nonzero().squeeze(1).to(torch.int32)
-    return HeadData(head.id_map.contiguous(), holes)
+    return HeadData(head.id_map.contiguous(), holes, noise.token_keys(head.id_map))
 
 
 def make_inputs(
@@ -143,6 +154,7 @@ def make_inputs(
         w2=head.w2,
         id_map=data.id_map,
         holes=data.holes,
+        keys=data.keys,
         base=base,
         anchors=batch.anchors,
         positions=batch.positions,
@@ -186,7 +198,7 @@ def aligned(head: MarkovHead, batch: DraftBatch, cache: Tensor | None) -> bool:
 
 
 def make_shape(
-    head: MarkovHead, batch: DraftBatch, cache: Tensor | None, fp64: bool, **tiles: Any
+    head: MarkovHead, chip: Chip, batch: DraftBatch, cache: Tensor | None, fp64: bool, **tiles: Any
 ) -> Shape:
     """What the compiler must know of a checked batch, with the engine's tile sizes."""
     wide = cache is not None and cache_is_target_wide(head, cache.shape[2])
@@ -205,6 +217,8 @@ def make_shape(
         FILL=filled,
         SCALED=head.scale != 1.0,
         CAPPED=head.soft_cap is not None,
+        EVEN=head.draft_vocab % tiles["BLOCK_V"] == 0,
+        PTX=chip.ptx,
         ALIGNED=aligned(head, batch, cache),
         WEIGHT=DTYPES[head.dtype],
         LOGIT=DTYPES[torch.promote_types(batch.base_logits.dtype, head.dtype)],

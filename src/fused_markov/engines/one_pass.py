@@ -19,6 +19,8 @@ from fused_markov.engines.launch import (
     compiled_for,
     launch,
     make_shape,
+    multiprocessors,
+    piece_of_rank,
     resident_programs,
 )
 from fused_markov.head import MarkovHead
@@ -65,6 +67,7 @@ class OnePassEngine(TritonEngine):
     def shape_for(self, config: OnePassConfig, batch: DraftBatch, cache: Tensor | None) -> Shape:
         return make_shape(
             self._head,
+            self._chip,
             batch,
             cache,
             self._plan.noise_dtype == torch.float64,
@@ -72,11 +75,13 @@ class OnePassEngine(TritonEngine):
             CHUNKS=config.chunks,
             GUESS_M=config.guess_m,
             LANES=config.lanes,
+            GUESS_STAGES=config.guess_stages,
             PREDECESSORS=config.predecessors,
-            PREFETCH=config.prefetch if self._chip.prefetches else 0,
+            LINK_K=piece_of_rank(self._head),
+            LINK_STAGES=config.link_stages,
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, self._head),
-            BLOCK_K=block_k(config.block_k, self._head),
+            BLOCK_K=block_k(self._head, self._chip),
             STAGES=config.stages,
         )
 
@@ -89,8 +94,6 @@ class OnePassEngine(TritonEngine):
         scratch, row_steps = self._scratch, io.rows * shape.STEPS
         guesses = triton.cdiv(row_steps, config.guess_m) * config.chunks
         links = row_steps * (CANDIDATES // config.predecessors)
-        if shape.PREFETCH:
-            links = max(links, self._multiprocessors)
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
         launch(guess_kernel, guesses, io, scratch, shape, **self._options(config.guess_warps))
         launch(link_kernel, links, io, scratch, shape, **self._options(config.link_warps))
@@ -98,7 +101,7 @@ class OnePassEngine(TritonEngine):
         if self._cooperative:
             launch(passes_kernel, programs, io, scratch, shape, **options)
             return
-        settle_options = self._options(config.check_warps)
+        settle_options = self._options(config.link_warps)  # the same product
         for index in range(shape.PASSES):
             launch(check_kernel, programs, io, scratch, index, shape, **options)
             launch(settle_kernel, io.rows, io, scratch, index, shape, **settle_options)
@@ -119,7 +122,9 @@ class OnePassEngine(TritonEngine):
 
     def _check_options(self, config: OnePassConfig) -> dict[str, Any]:
         options = self._chip.options(config.check_warps, config.check_registers)
-        return options | ({"launch_cooperative_grid": True} if self._cooperative else {})
+        if self._cooperative:
+            options["launch_cooperative_grid"] = True
+        return options
 
     def _row_limits(self) -> list[int]:
         return [c.max_row_steps // self._plan.steps for c in self._configs]
@@ -127,7 +132,8 @@ class OnePassEngine(TritonEngine):
 
 def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) -> Scratch:
     m, device = plan.max_rows * plan.steps, head.device
-    tiles = max(triton.cdiv(head.draft_vocab, block_v(c.block_v, head)) for c in configs)
+    programs = multiprocessors(device) * max(c.programs_per_sm * c.block_m for c in configs)
+    places = max(programs, m + max(c.block_m for c in configs))
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -141,7 +147,6 @@ def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) 
         guess=new(m),
         sure=new(m, dtype=torch.float32),
         start=new(plan.max_rows),
-        active=new(m),
         num_active=new(2 * plan.steps + 1),
         row_prev=new(m),
         row_need=new(m, dtype=torch.float32),
@@ -150,8 +155,10 @@ def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) 
         row_state64=new(m),
         row_base=new(m, dtype=torch.int64),
         row_cache=new(m, dtype=torch.int64),
-        best=new(tiles, m, dtype=plan.noise_dtype),
-        best_id=new(tiles, m),
+        place=new(m),
+        best=new(places, dtype=plan.noise_dtype),
+        best_id=new(places),
+        parts=new(1),
         arrivals=new(1, dtype=torch.int64),
         passes=new(1, dtype=torch.int64),
     )

@@ -50,12 +50,13 @@ class PerStepEngine(TritonEngine):
         config = next(c for c in self._configs if rows <= c.max_rows)
         shape = make_shape(
             head,
+            self._chip,
             batch,
             cache,
             self._plan.noise_dtype == torch.float64,
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, head),
-            BLOCK_K=block_k(config.block_k, head),
+            BLOCK_K=block_k(head, self._chip),
             STAGES=config.stages,
         )
         programs = self._multiprocessors * config.programs_per_sm

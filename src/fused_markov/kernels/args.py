@@ -9,6 +9,7 @@ class Inputs(NamedTuple):
     w1: Any  # [w1_rows, rank] Markov embedding by target id
     w2: Any  # [w2_rows, rank] Markov bias, one row a candidate
     id_map: Any  # [V] int64 target id of each candidate (MAPPED)
+    keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids
     holes: Any  # [num_holes] int32 target ids below vocab_size that no candidate maps to
     base: Any  # [R, S, >=V] base logits
     anchors: Any  # [R] previous token of step 0
@@ -54,8 +55,8 @@ class Scratch(NamedTuple):
     guess: Any  # [M] int32 guessed token
     sure: Any  # [M] fp32 score from which the gated check's winner is the winner
     start: Any  # [R] int32 steps settled so far
-    # What a check reads: a list of row-steps in no particular order, and a record of each.
-    active: Any  # [M] int32 the list
+    # What a check reads: a list of records of row-steps, in no particular order.
+    place: Any  # [M] int32 where in the list a row-step stands
     num_active: Any  # [PASSES + 1] int32 its length, by pass
     row_prev: Any  # [M] int32 previous token that the check assumes
     row_need: Any  # [M] fp32 score a token must be able to reach to matter
@@ -64,8 +65,9 @@ class Scratch(NamedTuple):
     row_state64: Any  # [M] int32 second hash state, for fp64 noise
     row_base: Any  # [M] int64 offset of its base logits
     row_cache: Any  # [M] int64 offset of its cached logits
-    best: Any  # [parts, M] fp32 or fp64 best score in each part of the vocabulary
-    best_id: Any  # [parts, M] int32 their target ids
+    best: Any  # [parts, blocks * BLOCK_M] fp32 or fp64 best score in each part of the vocabulary
+    best_id: Any  # [parts, blocks * BLOCK_M] int32 their target ids
+    parts: Any  # [1] int32 how many parts the last check had
     arrivals: Any  # [1] int64 grid barrier
     passes: Any  # [1] int64 result: passes over W2
 
@@ -91,6 +93,8 @@ class Shape(NamedTuple):
     FILL: bool  # some cache columns belong to no candidate
     SCALED: bool
     CAPPED: bool
+    EVEN: bool  # V is a multiple of BLOCK_V
+    PTX: bool  # NVIDIA's instructions are understood
     ALIGNED: bool  # V and the rows of base and cache are multiples of 8 elements
     WEIGHT: Any  # dtype of w2
     LOGIT: Any  # dtype of base + bias
@@ -100,12 +104,14 @@ class Shape(NamedTuple):
     BLOCK_M: int  # row-steps
     BLOCK_V: int  # candidates
     BLOCK_K: int  # part of the rank multiplied at a time
-    STAGES: int  # software pipelining over the rank
+    STAGES: int  # tiles in flight
     # guess
     CANDIDATES: int = 0  # C, a row-step
     CHUNKS: int = 0  # parts of the vocabulary, each guessed by one work item
     GUESS_M: int = 0  # row-steps a work item looks at side by side
     LANES: int = 0  # tokens a work item looks at side by side
+    GUESS_STAGES: int = 0  # such looks in flight
     # link
     PREDECESSORS: int = 0  # candidates of the step before that a work item links
-    PREFETCH: int = 0  # bytes of W2 that the link launch asks L2 for, for the check to find
+    LINK_K: int = 0  # part of the rank multiplied at a time
+    LINK_STAGES: int = 0  # such parts in flight

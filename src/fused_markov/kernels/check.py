@@ -8,34 +8,40 @@ its noise below what the guess demands is never looked at again.
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.link import product
+from fused_markov.kernels.link import product, rows_of
 from fused_markov.kernels.logits import finish_logits
-from fused_markov.kernels.noise import bound_terms, gumbel, mix_key, reach, scores
-from fused_markov.kernels.rows import NO_ID, as_scalar, below_vocab, merge_best, target_id
+from fused_markov.kernels.noise import bound_terms, gumbel, reach, scores
+from fused_markov.kernels.rows import (
+    NO_ID,
+    as_scalar,
+    below_vocab,
+    merge_best,
+    target_id,
+    token_key,
+)
 
 
 @triton.jit
 def _load_rows(scratch, block, count, cfg: tl.constexpr):
-    """Records [BLOCK_M] of a block of listed row-steps; see `check_tile`."""
+    """Records [BLOCK_M] of a block of listed row-steps; see `check_tiles`."""
     i = block * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
     live = i < count
-    m = tl.load(scratch.active + i, mask=live, other=0)
-    prev = tl.load(scratch.row_prev + m, mask=live, other=0)
-    base = tl.load(scratch.row_base + m, mask=live, other=0)
-    cache, temp, need, state, state64 = base, m, m, m, m
+    prev = tl.load(scratch.row_prev + i, mask=live, other=0)
+    base = tl.load(scratch.row_base + i, mask=live, other=0)
+    need = tl.load(scratch.row_need + i, mask=live, other=float("inf"))
+    cache, temp, state, state64 = base, i, i, i
     if cfg.CACHED:
-        cache = tl.load(scratch.row_cache + m, mask=live, other=0)
+        cache = tl.load(scratch.row_cache + i, mask=live, other=0)
     if cfg.ALIGNED:
         base, cache = tl.multiple_of(base, 8), tl.multiple_of(cache, 8)
     if cfg.NOISE:
-        temp = tl.load(scratch.row_temp + m, mask=live, other=0.0)
-        need = tl.load(scratch.row_need + m, mask=live, other=float("inf"))
-        state = tl.load(scratch.row_state + m, mask=live, other=0).to(tl.uint32, bitcast=True)
+        temp = tl.load(scratch.row_temp + i, mask=live, other=0.0)
+        state = tl.load(scratch.row_state + i, mask=live, other=0).to(tl.uint32, bitcast=True)
         state64 = state
         if cfg.FP64:
-            state64 = tl.load(scratch.row_state64 + m, mask=live, other=0)
+            state64 = tl.load(scratch.row_state64 + i, mask=live, other=0)
             state64 = state64.to(tl.uint32, bitcast=True)
-    return m, (prev, live, base, cache, temp, need, state, state64)
+    return prev, live, base, cache, temp, need, state, state64
 
 
 @triton.jit
@@ -48,18 +54,15 @@ def gate(best):
 
 
 @triton.jit
-def _best_gated(x, rows, tid, cfg: tl.constexpr):
+def _best_gated(x, need, temp, state, state64, tid, key, cfg: tl.constexpr):
     """Best score and id of each row among the tokens whose reach is at least the row's need.
 
     Few pass, mostly none in a row's part of a tile. Each round takes every row's furthest reaching
     token, computes its score exactly, and asks the others to reach that.
     """
-    temp, need, state, state64 = rows[4], rows[5], rows[6], rows[7]
     best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
     best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
-    key = mix_key(tid.to(tl.uint32))
-    far = reach(x, bound_terms(temp), state, state64, key, cfg.FP64)
-    # Not-a-number is ignored by max beside numbers, and passes no comparison alone.
+    far = reach(x, bound_terms(temp), state, state64, key, False, cfg)
     while tl.max(tl.max(far - need[:, None], axis=1), axis=0) >= 0.0:
         top = tl.max(far, axis=1)
         active = top >= need
@@ -77,50 +80,124 @@ def _best_gated(x, rows, tid, cfg: tl.constexpr):
 
 
 @triton.jit
-def _best_greedy(x, tid, inside, cfg: tl.constexpr):
+def _best_greedy(x, tid, in_vocab, cfg: tl.constexpr):
     x = tl.where(x == x, x, float("-inf"))
     best = tl.max(x, axis=1)
-    best_id = tl.min(tl.where((x == best[:, None]) & inside, tid[None, :], NO_ID), axis=1)
+    best_id = tl.min(
+        tl.where((x == best[:, None]) & in_vocab[None, :], tid[None, :], NO_ID), axis=1
+    )
     return best, best_id
 
 
 @triton.jit
-def check_tile(io, tile, rows, cfg: tl.constexpr):
-    """One tile of logits: cached, and reduced to a best score and id [BLOCK_M] a row-step.
+def _bias(io, embed, prev, live, tile, in_vocab, cfg: tl.constexpr):
+    """fp32 [BLOCK_M, BLOCK_V] products; ``embed``: W1's rows where a block is the whole rank."""
+    lane = tl.arange(0, cfg.BLOCK_V)
+    if cfg.BLOCK_K < cfg.RANK:
+        v = tile * cfg.BLOCK_V + lane
+        return product(io, prev, v, live, in_vocab, cfg.BLOCK_K, 1, cfg)
+    else:
+        # The tile's own offset stands apart, so that its rows differ by constants.
+        weights = io.w2 + tile.to(tl.int64) * (cfg.BLOCK_V * cfg.RANK)
+        weights = rows_of(weights, lane, in_vocab, cfg)
+        if cfg.BLOCK_M < 64:
+            # The matrix unit of few rows: candidates take the long side, and no lane idles.
+            return tl.trans(tl.dot(weights, tl.trans(embed), input_precision="ieee"))
+        else:
+            return tl.dot(embed, tl.trans(weights), input_precision="ieee")
+
+
+@triton.jit
+def _finish_tile(io, x, key, tile, in_vocab, rows, best, best_id, need, cfg: tl.constexpr):
+    """A tile's logits into the cache; best score, its id and what the gate demands from here on."""
+    live, cache_at, temp, state, state64 = rows[1], rows[3], rows[4], rows[6], rows[7]
+    lane = tl.arange(0, cfg.BLOCK_V)
+    v = tile * cfg.BLOCK_V + lane
+    if cfg.CACHED:
+        inside = live[:, None] & in_vocab[None, :]
+        if cfg.TARGET_WIDE:
+            at = cache_at[:, None] + target_id(io, v, in_vocab, cfg)[None, :]
+        else:
+            at = (cache_at + tile.to(tl.int64) * cfg.BLOCK_V)[:, None] + lane[None, :]
+        tl.store(io.cache + at, x.to(cfg.CACHE), mask=inside)
+    if not cfg.EVEN:
+        x = tl.where(in_vocab[None, :], x, float("-inf"))
+    if cfg.NOISE:
+        inverse, most, per_bit = bound_terms(temp)
+        terms = (inverse, most - need, per_bit)
+        above = reach(x, terms, state, state64, key, False, cfg)
+    else:
+        above = x - need[:, None]
+    # Not-a-number is ignored by max beside numbers, and passes no comparison alone.
+    if tl.max(tl.max(above, axis=1), axis=0) >= 0.0:
+        tid = target_id(io, v, in_vocab, cfg)
+        if cfg.NOISE:
+            top, top_id = _best_gated(x, need, temp, state, state64, tid, key, cfg)
+        else:
+            top, top_id = _best_greedy(x, tid, in_vocab, cfg)
+        best, best_id = merge_best(best, best_id, top, top_id)
+        need = tl.maximum(need, gate(best))
+    return best, best_id, need
+
+
+@triton.jit
+def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
+    """Every ``stride``-th tile of logits from ``first`` on: cached, and reduced to the best score
+    and id [BLOCK_M] of each row.
+
+    One loop without loads that wait for others, so that the next tiles' W2 and base are on their
+    way while this one is finished.
 
     ``rows``: previous tokens, whether there is a row, offsets of base and cache, temperatures, what
     the gate demands, hash states.
     """
-    prev, live, base_at, cache_at = rows[0], rows[1], rows[2], rows[3]
-    v = tile * cfg.BLOCK_V + tl.arange(0, cfg.BLOCK_V)
-    in_vocab = below_vocab(io, v, cfg)
-    inside = live[:, None] & in_vocab[None, :]
-    at = base_at[:, None] + v[None, :]
-    base = tl.load(io.base + at, mask=inside, other=float("-inf"))
-    acc = product(io, prev, v, live, in_vocab, cfg)
-    x = finish_logits(acc, base.to(tl.float32), io.scale, io.soft_cap, cfg)
-    tid = target_id(io, v, in_vocab, cfg)
-    if cfg.CACHED:
-        column = tid if cfg.TARGET_WIDE else v
-        tl.store(io.cache + cache_at[:, None] + column[None, :], x.to(cfg.CACHE), mask=inside)
-    if cfg.NOISE:
-        return _best_gated(x, rows, tid, cfg)
-    else:
-        return _best_greedy(x, tid, inside, cfg)
+    prev, live, base_at, need = rows[0], rows[1], rows[2], rows[5]
+    embed = tl.zeros([16, 16], cfg.WEIGHT)
+    if cfg.BLOCK_K >= cfg.RANK:
+        embed = rows_of(io.w1, prev, live, cfg)
+    best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
+    best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
+    lane = tl.arange(0, cfg.BLOCK_V)
+    for i in tl.range(first, tl.cdiv(io.vocab, cfg.BLOCK_V), stride, num_stages=cfg.STAGES):
+        tile = as_scalar(i)
+        in_vocab = lane >= 0
+        if not cfg.EVEN:
+            in_vocab = below_vocab(io, tile * cfg.BLOCK_V + lane, cfg)
+        at = (base_at + tile.to(tl.int64) * cfg.BLOCK_V)[:, None] + lane[None, :]
+        # Zeros outside cost no look at the mask afterwards.
+        base = tl.load(io.base + at, mask=live[:, None] & in_vocab[None, :], other=0.0)
+        key = lane.to(tl.uint32)
+        if cfg.NOISE:
+            key = token_key(io, tile * cfg.BLOCK_V + lane, in_vocab)
+        acc = _bias(io, embed, prev, live, tile, in_vocab, cfg)
+        x = finish_logits(acc, base.to(tl.float32), io.scale, io.soft_cap, cfg)
+        if io.vocab > 0:  # always; what is under an `if` comes after the loads of the tiles ahead
+            best, best_id, need = _finish_tile(
+                io, x, key, tile, in_vocab, rows, best, best_id, need, cfg
+            )
+    return best, best_id
+
+
+@triton.jit
+def parts_of(count, programs, cfg: tl.constexpr):
+    """Parts of the vocabulary that as many programs check apart, for ``count`` row-steps."""
+    return tl.maximum(programs // tl.cdiv(count, cfg.BLOCK_M), 1)
 
 
 @triton.jit
 def check_all(io, scratch, pid, programs, count, cfg: tl.constexpr):
-    """This program's tiles, for the first ``count`` row-steps of the list.
+    """This program's part of the vocabulary, for a block of the ``count`` listed row-steps.
 
-    The row blocks of one tile are neighbours, so that they find its part of W2 in L2.
+    Programs of different blocks and the same part walk side by side, and find W2 in L2.
     """
     blocks = tl.cdiv(count, cfg.BLOCK_M)
-    tiles = tl.cdiv(io.vocab, cfg.BLOCK_V)
-    for item in range(pid, tiles * blocks, programs):
-        tile = as_scalar(item) // blocks
-        m, rows = _load_rows(scratch, item % blocks, count, cfg)
-        best, best_id = check_tile(io, tile, rows, cfg)
-        at = tile.to(tl.int64) * (io.rows * cfg.STEPS) + m
+    parts = parts_of(count, programs, cfg)
+    for item in range(pid, parts * blocks, programs):
+        part, block = as_scalar(item) // blocks, as_scalar(item) % blocks
+        rows = _load_rows(scratch, block, count, cfg)
+        best, best_id = check_tiles(io, rows, part, parts, cfg)
+        at = (part * blocks + block) * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
         tl.store(scratch.best + at, best, mask=rows[1])
         tl.store(scratch.best_id + at, best_id, mask=rows[1])
+    if pid == 0:
+        tl.store(scratch.parts, parts)

@@ -1,7 +1,15 @@
-"""A barrier over the whole grid, and prefetching into L2."""
+"""A barrier over the whole grid, for NVIDIA GPUs."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _load_acquire(pointer):
+    asm: tl.constexpr = "ld.acquire.gpu.global.u64 $0, [$1];"
+    return tl.inline_asm_elementwise(
+        asm, "=l,l", [pointer.to(tl.int64, bitcast=True)], tl.int64, False, 1
+    )
 
 
 @triton.jit
@@ -15,20 +23,6 @@ def grid_barrier(arrivals):
     size = tl.num_programs(0).to(tl.int64)
     ticket = tl.atomic_add(arrivals, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
     target = (ticket // size + 1) * size
-    while tl.load(arrivals, volatile=True) < target:
+    while _load_acquire(arrivals) < target:
         pass
-    tl.atomic_add(arrivals, tl.full([], 0, tl.int64), sem="acquire", scope="gpu")
     tl.debug_barrier()
-
-
-@triton.jit
-def prefetch_l2(pointers):
-    """Ask for the cache lines that ``pointers`` lie in; NVIDIA only."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from fused_markov.kernels.fill import fill_unmapped
-from fused_markov.kernels.noise import bound_terms, mix_key, reach
+from fused_markov.kernels.noise import bound_terms, reach
 from fused_markov.kernels.rows import (
     as_scalar,
     base_offset,
     below_vocab,
     load_noise,
     load_slot,
-    target_id,
+    token_key,
 )
 
 LOWEST = tl.constexpr(-3.0e38)
@@ -33,15 +33,14 @@ def _scan_chunk(io, r, s, slot, live, first, rounds, cfg: tl.constexpr):
         temp, state, state64 = load_noise(io, r, s, slot, live, cfg)
         terms = bound_terms(temp)
     best = tl.full([cfg.GUESS_M, cfg.LANES], LOWEST, tl.float32)
-    for i in range(0, rounds):
+    for i in tl.range(0, rounds, num_stages=cfg.GUESS_STAGES):
         v = first + i * cfg.LANES + lane
         in_vocab = below_vocab(io, v, cfg)
         inside = live[:, None] & in_vocab[None, :]
         z = tl.load(rows + v[None, :], mask=inside, other=float("-inf")).to(tl.float32)
         if cfg.NOISE:
-            key = mix_key(target_id(io, v, in_vocab, cfg).to(tl.uint32))
-            z = reach(z, terms, state, state64, key, cfg.FP64)
-        bits = (z.to(tl.int32, bitcast=True) & ~0xFF) | (i & 0xFF)
+            z = reach(z, terms, state, state64, token_key(io, v, in_vocab), True, cfg)
+        bits = (z.to(tl.int32, bitcast=True) & ~0xFF) | i
         best = tl.maximum(best, bits.to(tl.float32, bitcast=True))
     return best
 

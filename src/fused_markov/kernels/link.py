@@ -20,17 +20,37 @@ from fused_markov.kernels.rows import (
 
 
 @triton.jit
-def product(io, left, right, left_live, right_live, cfg: tl.constexpr):
+def rows_of(weights, row, live, cfg: tl.constexpr):
+    """Whole rows [len(row), BLOCK_K] of W1 or W2, for a rank of at most BLOCK_K."""
+    k = tl.arange(0, cfg.BLOCK_K)
+    mask = live[:, None]
+    if cfg.RANK < cfg.BLOCK_K:
+        mask = mask & (k < cfg.RANK)[None, :]
+    return tl.load(weights + row[:, None] * cfg.RANK + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def product(
+    io,
+    left,
+    right,
+    left_live,
+    right_live,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    cfg: tl.constexpr,
+):
     """fp32 [len(left), len(right)] products of W1 rows ``left`` and W2 rows ``right``.
 
     The rank goes in order, in steps of the matrix unit, whatever the tile: a sum's bits are the
-    same in every tile.
+    same in every tile. ``BLOCK``: part of the rank multiplied at a time; ``STAGES`` of them are
+    loaded ahead.
     """
     acc = tl.zeros([left.shape[0], right.shape[0]], tl.float32)
-    for k0 in tl.range(0, cfg.RANK, cfg.BLOCK_K, num_stages=cfg.STAGES):
-        k = k0 + tl.arange(0, cfg.BLOCK_K)
+    for k0 in tl.range(0, cfg.RANK, BLOCK, num_stages=STAGES):
+        k = k0 + tl.arange(0, BLOCK)
         a_mask, b_mask = left_live[:, None], right_live[:, None]
-        if cfg.RANK % cfg.BLOCK_K != 0:
+        if cfg.RANK % BLOCK != 0:
             a_mask = a_mask & (k < cfg.RANK)[None, :]
             b_mask = b_mask & (k < cfg.RANK)[None, :]
         a = tl.load(io.w1 + left[:, None] * cfg.RANK + k[None, :], mask=a_mask, other=0.0)
@@ -40,22 +60,23 @@ def product(io, left, right, left_live, right_live, cfg: tl.constexpr):
 
 
 @triton.jit
-def link_tokens(io, scratch, m, prev, cfg: tl.constexpr):
-    """Best candidate of row-step ``m`` after each token of ``prev``, and its gate.
+def link_tokens(io, scratch, m, slot, prev, cfg: tl.constexpr):
+    """Best candidate of row-step ``m``, of a request in ``slot``, after each of ``prev``, and its
+    gate.
 
     Returns index into the candidates, need and sure, each like ``prev``.
     """
     r, s = m // cfg.STEPS, m % cfg.STEPS
+    temp = tl.full([], 0.0, tl.float32)
+    if cfg.NOISE:
+        temp, state, state64 = load_noise(io, r, s, slot, slot >= 0, cfg)
     c = tl.arange(0, cfg.CANDIDATES)
     v = tl.load(scratch.candidates + m * cfg.CANDIDATES + c)
     tid = target_id(io, v, v >= 0, cfg)
     base = tl.load(io.base + base_offset(io, r, s, cfg) + v).to(tl.float32)
-    acc = product(io, prev, v, prev >= 0, v >= 0, cfg)
+    acc = product(io, prev, v, prev >= 0, v >= 0, cfg.LINK_K, cfg.LINK_STAGES, cfg)
     x = finish_logits(acc, base[None, :], io.scale, io.soft_cap, cfg)
-    temp = tl.full([], 0.0, tl.float32)
     if cfg.NOISE:
-        slot = load_slot(io, r, s, True)
-        temp, state, state64 = load_noise(io, r, s, slot, slot >= 0, cfg)
         z = scores(x, temp, gumbel(state, state64, tid, cfg.FP64)[None, :], cfg.FP64)
     else:
         z = tl.where(x == x, x, float("-inf"))
@@ -75,8 +96,8 @@ def link_tokens(io, scratch, m, prev, cfg: tl.constexpr):
 
 
 @triton.jit
-def link_item(io, scratch, m, part, cfg: tl.constexpr):
-    """Links of row-step ``m`` after the predecessors of one part."""
+def link_item(io, scratch, m, slot, part, cfg: tl.constexpr):
+    """Links of row-step ``m``, of a request in ``slot``, after the predecessors of one part."""
     r, s = m // cfg.STEPS, m % cfg.STEPS
     p = part * cfg.PREDECESSORS + tl.arange(0, cfg.PREDECESSORS)
     # Before step 0 stands the anchor, after a padded step token 0, whatever the predecessor.
@@ -85,9 +106,8 @@ def link_item(io, scratch, m, part, cfg: tl.constexpr):
         if load_slot(io, r, s - 1, True) >= 0:
             v = tl.load(scratch.candidates + (m - 1) * cfg.CANDIDATES + p)
             prev = target_id(io, v, v >= 0, cfg)
-    index, need, sure = link_tokens(io, scratch, m, prev, cfg)
+    index, need, sure = link_tokens(io, scratch, m, slot, prev, cfg)
     at = m * cfg.CANDIDATES + p
     tl.store(scratch.link + at, index)
-    if cfg.NOISE:
-        tl.store(scratch.link_need + at, need)
-        tl.store(scratch.link_sure + at, sure)
+    tl.store(scratch.link_need + at, need)
+    tl.store(scratch.link_sure + at, sure)

@@ -6,6 +6,8 @@ import triton.language as tl
 DRAFT_SALT = tl.constexpr(1 << 30)
 FP64_DOMAIN = tl.constexpr(0x9E3779B9)
 LN2_PER_BIT = tl.constexpr(0.6931471805599453 / (1 << 23))
+BITS_A_DOUBLING = tl.constexpr(float(1 << 23))
+BITS_AT_ONE = tl.constexpr(float(127 << 23))
 # 159 * ln 2 (127 of the float's exponent bias and 32 of the hash's width), rounded up.
 BOUND_AT_ZERO = tl.constexpr(110.2106)
 
@@ -17,12 +19,13 @@ def rotl(x, shift: tl.constexpr):
 
 @triton.jit
 def mix_key(key):
-    return rotl(key * 0xCC9E2D51, 15) * 0x1B873593
+    """A word as `mix` takes it: turned by 13, as is the hash, so that their xor need not be."""
+    return rotl(rotl(key * 0xCC9E2D51, 15) * 0x1B873593, 13)
 
 
 @triton.jit
 def mix(h, mixed_key):
-    return rotl(h ^ mixed_key, 13) * 5 + 0xE6546B64
+    return (rotl(h, 13) ^ mixed_key) * 5 + 0xE6546B64
 
 
 @triton.jit
@@ -37,13 +40,19 @@ def row_state(seed, step, position, DOMAIN: tl.constexpr):
 
 
 @triton.jit
-def token_hash(state, mixed_token):
-    """uint32 hash of a token id (given as `mix_key` of it) after a row's state."""
+def token_hash_high(state, mixed_token):
+    """As `token_hash`, right in its upper half only."""
     h = mix(state, mixed_token) ^ 16
     h ^= h >> 16
     h *= 0x85EBCA6B
     h ^= h >> 13
-    h *= 0xC2B2AE35
+    return h * 0xC2B2AE35
+
+
+@triton.jit
+def token_hash(state, mixed_token):
+    """uint32 hash of a token id (given as `mix_key` of it) after a row's state."""
+    h = token_hash_high(state, mixed_token)
     return h ^ (h >> 16)
 
 
@@ -59,8 +68,17 @@ def bound_terms(temp):
 
 
 @triton.jit
-def reach(x, terms, state, state64, mixed_token, FP64: tl.constexpr):
+def rough_log2(x):
+    asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
+    return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def reach(x, terms, state, state64, mixed_token, ROUGH: tl.constexpr, cfg: tl.constexpr):
     """An upper bound, within 0.06 for large noise, of the score of logits ``x`` [rows, tokens].
+
+    What is taken from the second of ``terms`` is taken from the bound. ``ROUGH``: cheaper, and no
+    bound where noise is large.
 
     fp32 noise grows as its uniform goes to 0 and is below -ln(u); fp64 noise grows as its uniform,
     whose high word is the second hash, goes to 1, and is below -ln(1 - u). A float's bits, read as
@@ -68,11 +86,20 @@ def reach(x, terms, state, state64, mixed_token, FP64: tl.constexpr):
     and one multiply-add instead of a logarithm.
     """
     inverse, top, per_bit = terms
-    if FP64:
-        h = token_hash(state64[:, None], mixed_token[None, :]) ^ 0xFFFFFFFF
+    if cfg.FP64:
+        state = state64
+    if ROUGH:
+        h = token_hash_high(state[:, None], mixed_token[None, :])
     else:
         h = token_hash(state[:, None], mixed_token[None, :])
-    bits = h.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    if cfg.FP64:
+        h ^= 0xFFFFFFFF
+    value = h.to(tl.float32)
+    if ROUGH and cfg.PTX:
+        # The unit for slow functions has time; the one for integers has not.
+        bits = rough_log2(value) * BITS_A_DOUBLING + BITS_AT_ONE
+    else:
+        bits = value.to(tl.int32, bitcast=True).to(tl.float32)
     return x * inverse[:, None] + (top[:, None] - bits * per_bit[:, None])
 
 

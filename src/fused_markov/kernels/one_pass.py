@@ -4,15 +4,12 @@ import triton
 import triton.language as tl
 
 from fused_markov.kernels.check import check_all
-from fused_markov.kernels.grid import grid_barrier, prefetch_l2
+from fused_markov.kernels.grid import grid_barrier
 from fused_markov.kernels.guess import guess_all
 from fused_markov.kernels.link import link_item
 from fused_markov.kernels.rows import as_scalar, load_anchor, load_slot
 from fused_markov.kernels.settle import settle_all
 from fused_markov.kernels.walk import walk_row
-
-LINE = tl.constexpr(128)  # bytes of a cache line
-LINES_AT_ONCE = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
@@ -27,24 +24,11 @@ def guess_kernel(io, scratch, cfg: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_weights(io, pid, programs, cfg: tl.constexpr):
-    """Ask L2 for the first PREFETCH bytes of W2, to arrive while few programs have work."""
-    BYTES: tl.constexpr = cfg.WEIGHT.primitive_bitwidth // 8
-    end = io.vocab * cfg.RANK * BYTES
-    lane = tl.arange(0, LINES_AT_ONCE) * LINE
-    for first in range(pid * LINES_AT_ONCE * LINE, cfg.PREFETCH, programs * LINES_AT_ONCE * LINE):
-        at = tl.minimum(first + lane, end - BYTES)
-        prefetch_l2(io.w2 + at // BYTES)
-
-
-@triton.jit
 def _walk_from_anchor(io, scratch, r, cfg: tl.constexpr):
     m = r * cfg.STEPS
     index = tl.load(scratch.link + m * cfg.CANDIDATES)
-    need, sure = 0.0, 0.0
-    if cfg.NOISE:
-        need = tl.load(scratch.link_need + m * cfg.CANDIDATES)
-        sure = tl.load(scratch.link_sure + m * cfg.CANDIDATES)
+    need = tl.load(scratch.link_need + m * cfg.CANDIDATES)
+    sure = tl.load(scratch.link_sure + m * cfg.CANDIDATES)
     start = r * 0
     anchor = load_anchor(io, r, r >= 0)
     walk_row(io, scratch, r, start, anchor, index, need, sure, scratch.num_active, cfg)
@@ -60,15 +44,14 @@ def link_kernel(io, scratch, cfg: tl.constexpr):
     for item in range(pid, io.rows * per_row, programs):
         m, part = as_scalar(item) // parts, item % parts
         r = m // cfg.STEPS
-        if load_slot(io, r, m % cfg.STEPS, True) >= 0:
-            link_item(io, scratch, m, part, cfg)
+        slot = load_slot(io, r, m % cfg.STEPS, True)
+        if slot >= 0:
+            link_item(io, scratch, m, slot, part, cfg)
         tl.debug_barrier()
         if tl.atomic_add(scratch.links_left + r, 1, sem="acq_rel", scope="gpu") == per_row - 1:
             tl.debug_barrier()
             tl.store(scratch.links_left + r, 0)
             _walk_from_anchor(io, scratch, r, cfg)
-    if cfg.PREFETCH > 0:
-        _prefetch_weights(io, pid, programs, cfg)
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
@@ -82,7 +65,7 @@ def passes_kernel(io, scratch, cfg: tl.constexpr):
         check_all(io, scratch, pid, programs, count, cfg)
         grid_barrier(scratch.arrivals)
         passes += 1
-        settle_all(io, scratch, pid, programs, scratch.num_active + passes, cfg)
+        settle_all(io, scratch, pid, programs, count, scratch.num_active + passes, cfg)
         grid_barrier(scratch.arrivals)
         count = tl.load(scratch.num_active + passes)
     if pid == 0:
@@ -109,4 +92,4 @@ def settle_kernel(io, scratch, index, cfg: tl.constexpr):
     count = tl.load(scratch.num_active + index)
     if count > 0:
         counter = scratch.num_active + index + 1
-        settle_all(io, scratch, tl.program_id(0), tl.num_programs(0), counter, cfg)
+        settle_all(io, scratch, tl.program_id(0), tl.num_programs(0), count, counter, cfg)

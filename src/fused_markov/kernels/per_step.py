@@ -7,7 +7,7 @@ between is needed; nothing of a step is known to the host, and one compiled kern
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.check import check_tile, gate
+from fused_markov.kernels.check import check_tiles
 from fused_markov.kernels.fill import fill_unmapped
 from fused_markov.kernels.rows import (
     NO_ID,
@@ -17,11 +17,11 @@ from fused_markov.kernels.rows import (
     load_anchor,
     load_noise,
     load_slot,
-    merge_best,
     winner_of_parts,
 )
 
 PARTS_AT_ONCE = tl.constexpr(32)
+LOWEST = tl.constexpr(-3.0e38)  # finite, so that a logit of -inf never passes the gate
 
 
 @triton.jit
@@ -53,16 +53,10 @@ def _sample_part(io, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
         cache_at = cache_offset(io, tl.where(live, slot, 0), step, cfg)
     if cfg.NOISE:
         temp, state, state64 = load_noise(io, r, step, slot, live, cfg)
-    best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
-    best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
-    if tl.max(live.to(tl.int32), axis=0) > 0:
-        for tile in range(pid, tl.cdiv(io.vocab, cfg.BLOCK_V), parts):
-            # Whatever a tile's token must reach is at least the best of the tiles before.
-            need = tl.where(live, gate(best), float("inf"))
-            rows = (prev, live, base_at, cache_at, temp, need, state, state64)
-            top, top_id = check_tile(io, as_scalar(tile), rows, cfg)
-            best, best_id = merge_best(best, best_id, top, top_id)
-    return best, best_id
+    need = tl.where(live, LOWEST, float("inf"))
+    rows = (prev, live, base_at, cache_at, temp, need, state, state64)
+    first = tl.where(tl.max(live.to(tl.int32), axis=0) > 0, pid, io.vocab)
+    return check_tiles(io, rows, first, parts, cfg)
 
 
 @triton.jit(do_not_specialize=["io", "scratch", "step"], do_not_specialize_on_alignment=["scratch"])

@@ -80,6 +80,12 @@ def target_id(io, v, mask, cfg: tl.constexpr):
 
 
 @triton.jit
+def token_key(io, v, mask):
+    """`mix_key` of the target ids of candidates ``v``, from a table: cheaper than to mix them."""
+    return tl.load(io.keys + v, mask=mask, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def winner_of_parts(
     scratch, first_part, parts, width, column, live, AT_ONCE: tl.constexpr, FP64: tl.constexpr
 ):

@@ -11,7 +11,7 @@ from fused_markov.kernels.link import link_tokens
 from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, winner_of_parts
 from fused_markov.kernels.walk import walk_row
 
-TILES_AT_ONCE = tl.constexpr(128)
+PARTS_AT_ONCE = tl.constexpr(512)
 
 
 @triton.jit
@@ -19,7 +19,8 @@ def _guess_again(io, scratch, r, start, prev, gated, counter, cfg: tl.constexpr)
     """Guess row ``r`` from ``start`` on, after the known token ``prev``."""
     row = tl.arange(0, 16)  # a matrix unit multiplies 16 rows at the least; all are the same
     m = r * cfg.STEPS + start
-    index, need, sure = link_tokens(io, scratch, m, prev + 0 * row, cfg)
+    slot = load_slot(io, r, start, True)
+    index, need, sure = link_tokens(io, scratch, m, slot, prev + 0 * row, cfg)
     index = tl.max(index, axis=0)
     need = tl.where(gated, tl.max(need, axis=0), float("-inf"))
     sure = tl.where(gated, tl.max(sure, axis=0), float("-inf"))
@@ -27,21 +28,26 @@ def _guess_again(io, scratch, r, start, prev, gated, counter, cfg: tl.constexpr)
 
 
 @triton.jit
-def _settle_row(io, scratch, r, counter, cfg: tl.constexpr):
+def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
+    # Asked for before it is known whether it is needed: one latency, not one after another.
+    s = tl.arange(0, cfg.STEPS_P2)
+    m = r * cfg.STEPS + s
+    all_steps = s < cfg.STEPS
     start = tl.load(scratch.start + r)
+    slot = load_slot(io, r + 0 * s, s, all_steps)
+    place = tl.load(scratch.place + m, mask=all_steps, other=0)
+    guess = tl.load(scratch.guess + m, mask=all_steps, other=0)
+    parts = tl.load(scratch.parts)
+    sure_from = tl.load(scratch.sure + m, mask=all_steps, other=0.0)
     if start < cfg.STEPS:
-        s = tl.arange(0, cfg.STEPS_P2)
-        inside = (s >= start) & (s < cfg.STEPS)
-        live = inside & (load_slot(io, r + 0 * s, s, inside) >= 0)
-        m = r * cfg.STEPS + s
-        tiles, width = tl.cdiv(io.vocab, cfg.BLOCK_V), io.rows * cfg.STEPS
-        best, token = winner_of_parts(scratch, 0, tiles, width, m, live, TILES_AT_ONCE, cfg.FP64)
+        live = (s >= start) & (slot >= 0)
+        width = tl.cdiv(count, cfg.BLOCK_M) * cfg.BLOCK_M
+        best, token = winner_of_parts(
+            scratch, 0, parts, width, place, live, PARTS_AT_ONCE, cfg.FP64
+        )
         token = tl.where(token == NO_ID, io.lowest_id, token)
-        sure = s >= 0
-        if cfg.NOISE:
-            # Where the best that passed the gate is not above it, something may have been missed.
-            sure = best >= tl.load(scratch.sure + m, mask=live, other=float("-inf"))
-        guess = tl.load(scratch.guess + m, mask=live, other=0)
+        # Where the best that passed the gate is not above it, something may have been missed.
+        sure = best >= sure_from
         wrong = live & ((token != guess) | (sure == 0))
         first = tl.min(tl.where(wrong, s, cfg.STEPS), axis=0)
         unsure = tl.sum(tl.where((s == first) & (sure == 0), 1, 0), axis=0)
@@ -52,7 +58,7 @@ def _settle_row(io, scratch, r, counter, cfg: tl.constexpr):
         tl.store(io.nonfinite + m, (tl.abs(best) < float("inf")) == 0, mask=done)
         if end < cfg.STEPS:
             if unsure > 0:
-                prev = tl.load(scratch.row_prev + r * cfg.STEPS + first)
+                prev = tl.load(scratch.row_prev + tl.sum(tl.where(s == first, place, 0), axis=0))
             else:
                 prev = tl.sum(tl.where(s == first, token, 0), axis=0)
             _guess_again(io, scratch, r, end, prev, unsure == 0, counter, cfg)
@@ -61,7 +67,7 @@ def _settle_row(io, scratch, r, counter, cfg: tl.constexpr):
 
 
 @triton.jit
-def settle_all(io, scratch, pid, programs, counter, cfg: tl.constexpr):
-    """This program's rows."""
+def settle_all(io, scratch, pid, programs, count, counter, cfg: tl.constexpr):
+    """This program's rows, after a check of ``count`` row-steps."""
     for r in range(pid, io.rows, programs):
-        _settle_row(io, scratch, as_scalar(r), counter, cfg)
+        _settle_row(io, scratch, as_scalar(r), count, counter, cfg)

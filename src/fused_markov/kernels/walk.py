@@ -7,11 +7,9 @@ from fused_markov.kernels.rows import base_offset, cache_offset, load_noise, loa
 
 
 @triton.jit
-def _follow(scratch, r, start, index, s, cfg: tl.constexpr):
+def _follow(links, start, index, s, cfg: tl.constexpr):
     """Candidate index of every step [STEPS_P2] from ``start`` on, where it is ``index``."""
     c = tl.arange(0, cfg.CANDIDATES)
-    at = (r * cfg.STEPS + s)[:, None] * cfg.CANDIDATES + c[None, :]
-    links = tl.load(scratch.link + at, mask=(s < cfg.STEPS)[:, None], other=0)
     path = tl.where(s == start, index, 0)
     for step in range(start + 1, cfg.STEPS):
         here = (s == step)[:, None] & (c == index)[None, :]
@@ -21,52 +19,49 @@ def _follow(scratch, r, start, index, s, cfg: tl.constexpr):
 
 
 @triton.jit
-def _write_records(io, scratch, r, s, live, prev, need, cfg: tl.constexpr):
-    m = r * cfg.STEPS + s
-    slot = tl.where(live, load_slot(io, r + 0 * s, s, live), 0)
-    tl.store(scratch.row_prev + m, prev, mask=live)
-    tl.store(scratch.row_base + m, base_offset(io, r + 0 * s, s, cfg), mask=live)
-    if cfg.CACHED:
-        tl.store(scratch.row_cache + m, cache_offset(io, slot, s, cfg), mask=live)
-    if cfg.NOISE:
-        temp, state, state64 = load_noise(io, r + 0 * s, s, slot, live, cfg)
-        tl.store(scratch.row_temp + m, temp, mask=live)
-        tl.store(scratch.row_state + m, state.to(tl.int32, bitcast=True), mask=live)
-        if cfg.FP64:
-            tl.store(scratch.row_state64 + m, state64.to(tl.int32, bitcast=True), mask=live)
-        # Finite, so that a logit of -inf never passes the gate.
-        tl.store(scratch.row_need + m, tl.maximum(need, -3.0e38), mask=live)
-
-
-@triton.jit
 def walk_row(io, scratch, r, start, prev, index, need, sure, counter, cfg: tl.constexpr):
     """Guess row ``r`` from step ``start`` on, and put its steps on the list of the coming check.
 
     ``prev``, ``index``, ``need``, ``sure``: of step ``start``; links give those of later steps.
+    All that does not depend on the guess is asked for first: one latency, not one after another.
     """
     s = tl.arange(0, cfg.STEPS_P2)
     m = r * cfg.STEPS + s
-    path = _follow(scratch, r, start, index, s, cfg)
     inside = (s >= start) & (s < cfg.STEPS)
-    live = inside & (load_slot(io, r + 0 * s, s, inside) >= 0)
+    c = tl.arange(0, cfg.CANDIDATES)
+    links = tl.load(scratch.link + m[:, None] * cfg.CANDIDATES + c[None, :], mask=inside[:, None])
+    slot = load_slot(io, r + 0 * s, s, inside)
+    live = inside & (slot >= 0)
+    if cfg.NOISE:
+        temp, state, state64 = load_noise(io, r + 0 * s, s, slot, live, cfg)
+    count = live.to(tl.int32)
+    place = tl.atomic_add(counter, tl.sum(count, axis=0)) + tl.cumsum(count, axis=0) - 1
+    path = _follow(links, start, index, s, cfg)
     v = tl.load(scratch.candidates + m * cfg.CANDIDATES + path, mask=live, other=0)
-    guess = tl.where(live, target_id(io, v, live, cfg), 0)
     # A step's predecessor is the guess of the step before.
     later = inside & (s > start)
     before = s[:, None] == (s[None, :] + 1)
-    prev = tl.where(later, tl.sum(tl.where(before, guess[None, :], 0), axis=1), prev)
+    at = m * cfg.CANDIDATES + tl.sum(tl.where(before, path[None, :], 0), axis=1)
+    need = tl.load(scratch.link_need + at, mask=later, other=0.0) + tl.where(later, 0.0, need)
+    sure = tl.load(scratch.link_sure + at, mask=later, other=0.0) + tl.where(later, 0.0, sure)
+    tl.store(scratch.sure + m, sure, mask=live)
+    # Finite, so that a logit of -inf never passes the gate.
+    tl.store(scratch.row_need + place, tl.maximum(need, -3.0e38), mask=live)
     if cfg.NOISE:
-        step_index = tl.sum(tl.where(before, path[None, :], 0), axis=1)
-        at = m * cfg.CANDIDATES + step_index
-        need = tl.load(scratch.link_need + at, mask=later, other=0.0) + tl.where(later, 0.0, need)
-        sure = tl.load(scratch.link_sure + at, mask=later, other=0.0) + tl.where(later, 0.0, sure)
-        tl.store(scratch.sure + m, sure, mask=live)
+        tl.store(scratch.row_temp + place, temp, mask=live)
+        tl.store(scratch.row_state + place, state.to(tl.int32, bitcast=True), mask=live)
+        if cfg.FP64:
+            tl.store(scratch.row_state64 + place, state64.to(tl.int32, bitcast=True), mask=live)
+    guess = tl.where(live, target_id(io, v, live, cfg), 0)
+    prev = tl.where(later, tl.sum(tl.where(before, guess[None, :], 0), axis=1), prev)
+    tl.store(scratch.row_prev + place, prev, mask=live)
+    tl.store(scratch.row_base + place, base_offset(io, r + 0 * s, s, cfg), mask=live)
+    if cfg.CACHED:
+        at = cache_offset(io, tl.where(live, slot, 0), s, cfg)
+        tl.store(scratch.row_cache + place, at, mask=live)
+    tl.store(scratch.place + m, place, mask=live)
     tl.store(scratch.guess + m, guess, mask=inside)
-    _write_records(io, scratch, r, s, live, prev, need, cfg)
+    tl.store(scratch.start + r, start)
     token_at = r.to(tl.int64) * io.token_row + s.to(tl.int64) * io.token_step
     tl.store(io.tokens + token_at, 0, mask=inside & (live == 0))
     tl.store(io.nonfinite + m, 0, mask=inside & (live == 0))
-    count = live.to(tl.int32)
-    first = tl.atomic_add(counter, tl.sum(count, axis=0))
-    tl.store(scratch.active + first + tl.cumsum(count, axis=0) - 1, m, mask=live)
-    tl.store(scratch.start + r, start)
