@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import fused_markov as fm
 from fused_markov import reference
+from fused_markov.checkpoint import load_markov_head
+from fused_markov.cli.app import app
 from fused_markov.problems import make_problem
 from fused_markov.successors import (
     FILE_NAME,
+    FOLDER_NAME,
     find_successors,
     load_successors,
     save_successors,
@@ -44,11 +49,41 @@ def test_a_nan_is_nobodys_successor() -> None:
 def test_kept_and_read_back(tmp_path: Path, vocab: int) -> None:
     successors = torch.randint(0, vocab, (vocab, 3), dtype=torch.int32)
     successors[0, 0] = vocab - 1
-    assert save_successors(successors, tmp_path).name == FILE_NAME
+    assert save_successors(successors, tmp_path) == tmp_path / FOLDER_NAME / FILE_NAME
     loaded = load_successors(tmp_path)
     assert loaded is not None
     assert torch.equal(loaded, successors)
     assert load_successors(tmp_path / "nowhere") is None
+
+
+def test_no_loader_takes_them_for_weights(tmp_path: Path) -> None:
+    """vLLM 0.25 loads every safetensors file of a folder without an index as weights."""
+    weights = {
+        f"markov_head.markov_{name}.weight": torch.randn(30, 4, generator=torch.manual_seed(seed))
+        for seed, name in enumerate(("w1", "w2"))
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    result = CliRunner().invoke(app, ["successors", str(tmp_path), "--count", "3"])
+    assert result.exit_code == 0, result.output
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert after == before
+    head = load_markov_head(tmp_path)
+    assert head.successors is not None
+    assert torch.equal(head.successors, find_successors(head, 3))
+
+
+def test_those_beside_the_weights_are_read_and_replaced(tmp_path: Path) -> None:
+    old, new = torch.zeros(9, 2, dtype=torch.int32), torch.ones(9, 2, dtype=torch.int32)
+    save_file({"successors": old}, tmp_path / FILE_NAME)
+    loaded = load_successors(tmp_path)
+    assert loaded is not None
+    assert torch.equal(loaded, old)
+    save_successors(new, tmp_path)
+    assert not (tmp_path / FILE_NAME).exists()
+    loaded = load_successors(tmp_path)
+    assert loaded is not None
+    assert torch.equal(loaded, new)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 An engine's guess starts from the base logits. Where a trained head's bias is strong, the winner may
 not stand out in them; it then nearly always stands among its predecessor's successors. They belong
-to the weights alone, so they are found once, and kept in a file beside the checkpoint.
+to the weights alone, so they are found once, and kept in a folder of their own within the
+checkpoint's: loaders such as vLLM's take every safetensors file beside the weights for weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from fused_markov.errors import ArgumentError, CheckpointError
 from fused_markov.head import MarkovHead
 
+FOLDER_NAME = "fused-markov"
 FILE_NAME = "successors.safetensors"
 TENSOR_NAME = "successors"
 COUNT = 48
@@ -44,25 +46,33 @@ def find_successors(head: MarkovHead, count: int = COUNT) -> Tensor:
 
 
 def save_successors(successors: Tensor, folder: str | Path) -> Path:
-    """Keep ``successors`` beside the checkpoint in ``folder``; the file's path."""
+    """Keep ``successors`` with the checkpoint in ``folder``; the file's path.
+
+    A file that an earlier version left beside the weights is removed: it is out of date now.
+    """
     from safetensors.torch import save_file
 
-    path = Path(folder) / FILE_NAME
+    path = Path(folder) / FOLDER_NAME / FILE_NAME
+    path.parent.mkdir(exist_ok=True)
     # Half the bytes where the ids allow.
     small = int(successors.max()) < 1 << 16
     kept = successors.to(torch.uint16 if small else torch.int32)
     save_file({TENSOR_NAME: kept.contiguous().cpu()}, path)
+    (Path(folder) / FILE_NAME).unlink(missing_ok=True)
     return path
 
 
 def load_successors(folder: str | Path) -> Tensor | None:
-    """int32 successors from beside a checkpoint, or None where there are none.
+    """int32 successors kept with a checkpoint, or None where there are none.
+
+    Those that an earlier version left beside the weights are read too.
 
     Raises:
         CheckpointError: where the file is damaged.
     """
-    path = Path(folder) / FILE_NAME
-    if not path.is_file():
+    places = (Path(folder) / FOLDER_NAME / FILE_NAME, Path(folder) / FILE_NAME)
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
         return None
     from safetensors import SafetensorError
     from safetensors.torch import load_file

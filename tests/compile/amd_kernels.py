@@ -23,6 +23,7 @@ from fused_markov.engines.amd import PROCESSORS, Report, read_report
 from fused_markov.engines.chips import AMD
 from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
+from fused_markov.successors import COUNT
 
 TARGETS = {
     name: GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32) for name in PROCESSORS
@@ -46,7 +47,14 @@ MATRIX = {
 # Spilled scalars moved to and from lanes, as a share of the instructions of the loop over tokens.
 MOST_LANE_MOVES = 0.08
 TOKEN_KERNELS = ("guess_kernel", "check_kernel", "step_kernel")
-MULTIPLYING = ("link_kernel", "check_kernel", "settle_kernel", "passes_kernel", "step_kernel")
+MULTIPLYING = (
+    "link_kernel",
+    "chain_kernel",
+    "check_kernel",
+    "settle_kernel",
+    "passes_kernel",
+    "step_kernel",
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Mode:
     cached: bool = True
     fp64: bool = False
     reduced: bool = False
+    successors: bool = False
 
 
 NOISE = Mode("noise, cache")
@@ -69,14 +78,18 @@ MODES = (
     Mode("greedy, cache", noise=False),
     Mode("fp64 noise, cache", fp64=True),
     Mode("reduced, noise, cache", reduced=True),
+    Mode("successors, noise, cache", successors=True),
 )
 
 
 @functools.cache
-def head(dtype: str, reduced: bool = False, rank: int = RANK) -> fm.MarkovHead:
+def head(
+    dtype: str, reduced: bool = False, successors: bool = False, rank: int = RANK
+) -> fm.MarkovHead:
     w1 = torch.empty(VOCAB, rank, dtype=DTYPES[dtype])
     if not reduced:
-        return fm.MarkovHead(w1, torch.empty_like(w1))
+        known = torch.zeros(1, COUNT, dtype=torch.int32).expand(VOCAB, -1) if successors else None
+        return fm.MarkovHead(w1, torch.empty_like(w1), successors=known)
     w2 = torch.empty(DRAFT_VOCAB, rank, dtype=DTYPES[dtype])
     return fm.MarkovHead(w1, w2, id_map=torch.arange(DRAFT_VOCAB) * 2, vocab_size=VOCAB)
 
@@ -111,7 +124,7 @@ def launches(
     arch: str, engine: str, config: Any, mode: Mode, dtype: str = "bf16", cooperative: bool = False
 ) -> dict[str, Launch]:
     """The launches of an engine with one configuration, by kernel."""
-    chip, of = AMD[arch], head(dtype, mode.reduced)
+    chip, of = AMD[arch], head(dtype, mode.reduced, mode.successors)
     plan = Plan(3, STEPS, torch.float64 if mode.fp64 else torch.float32)
     with recorded() as found:
         if engine == "per_step":

@@ -15,6 +15,7 @@ from fused_markov.engines.chips import NVIDIA
 from fused_markov.engines.configs import ONE_PASS, PER_STEP
 from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
+from fused_markov.successors import COUNT
 
 VOCAB, STEPS, RANK = 129280, 5, 256
 ENGINES = ("one_pass", "per_step")
@@ -41,9 +42,12 @@ MATRIX = [
 
 
 @functools.cache
-def head(rank: int = RANK, dtype: torch.dtype = torch.bfloat16) -> fm.MarkovHead:
+def head(
+    rank: int = RANK, dtype: torch.dtype = torch.bfloat16, successors: bool = False
+) -> fm.MarkovHead:
     w1, w2 = (torch.empty(VOCAB, rank, dtype=dtype) for _ in range(2))
-    return fm.MarkovHead(w1, w2)
+    known = torch.zeros(1, COUNT, dtype=torch.int32).expand(VOCAB, -1) if successors else None
+    return fm.MarkovHead(w1, w2, successors=known)
 
 
 def engine_of(
@@ -75,9 +79,10 @@ def launches(
     rank: int = RANK,
     dtype: torch.dtype = torch.bfloat16,
     noise_dtype: torch.dtype = torch.float32,
+    successors: bool = False,
 ) -> list[Launch]:
     """What the engine launches to warm up for a mode: one launch of each kernel."""
-    of = head(rank, dtype)
+    of = head(rank, dtype, successors)
     with recorded() as found:
         engine = engine_of(name, index, Plan(3, STEPS, noise_dtype), of)
         engine.warmup(*examples(mode, of, 3, dtype))
@@ -95,6 +100,13 @@ def check(capability: int, found: list[Launch]) -> None:
 @pytest.mark.parametrize(("capability", "engine", "index", "mode"), MATRIX)
 def test_compiles(capability: int, engine: str, index: int, mode: str) -> None:
     check(capability, launches(engine, index, mode))
+
+
+@pytest.mark.parametrize("index", range(len(ONE_PASS)))
+def test_chains_compile(index: int) -> None:
+    found = launches("one_pass", index, MODES[0], successors=True)
+    assert "chain_kernel" in {launch.name for launch in found}
+    check(90, found)
 
 
 # What has code or tiles of its own: wide rows of W2, fp32 products, fp64 noise.

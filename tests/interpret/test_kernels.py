@@ -16,6 +16,7 @@ from fused_markov.engines.configs import ONE_PASS, PER_STEP
 from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
 from fused_markov.problems import Problem, make_problem
+from fused_markov.successors import find_successors
 
 pytestmark = [
     pytest.mark.interpret,
@@ -183,6 +184,31 @@ def test_non_finite_logits(name: str, temperature: str) -> None:
     assert got.tokens[3, 0] == 9
     assert got.tokens[4, 0] == 130
     assert bool(got.nonfinite[5, 0])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_nothing_finite_beside_a_winner_in_a_late_tile(name: str) -> None:
+    case = Case("", (2, 1, 201, 16), {"temperature": "greedy"})
+    problem = problem_of(case)
+    problem.batch.base_logits[0] = -torch.inf
+    problem.batch.base_logits[1, 0, 190] = 100.0
+    got = check(name, problem, case)
+    assert got.tokens.flatten().tolist() == [0, 190]
+
+
+# So strong a bias that the base says nothing: only the successors find the chain in one pass.
+@pytest.mark.parametrize("temperature", ["greedy", "mixed"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_successors_spare_passes(rows: int, temperature: str) -> None:
+    options = {"bias_std": 30.0, "base_std": 0.5, "temperature": temperature, "slots": "padded"}
+    case = Case("", (rows + 2, 4, 700, 16), options)
+    problem = problem_of(case)
+    without = check("one_pass", problem, case)
+    head = problem.head
+    known = fm.MarkovHead(head.w1, head.w2, successors=find_successors(head, 40))
+    got = check("one_pass", replace(problem, head=known), case)
+    assert without.passes > 1
+    assert got.passes == 1
 
 
 @pytest.mark.parametrize("name", ENGINES)

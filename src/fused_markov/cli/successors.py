@@ -1,4 +1,4 @@
-"""``fused-markov successors``: find a head's successors and keep them beside its checkpoint."""
+"""``fused-markov successors``: find a head's successors and keep them with its checkpoint."""
 
 from __future__ import annotations
 

@@ -155,6 +155,7 @@ def make_inputs(
         id_map=data.id_map,
         holes=data.holes,
         keys=data.keys,
+        successors=data.keys if head.successors is None else head.successors,
         base=base,
         anchors=batch.anchors,
         positions=batch.positions,

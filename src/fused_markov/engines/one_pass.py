@@ -26,6 +26,7 @@ from fused_markov.engines.launch import (
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Scratch, Shape
 from fused_markov.kernels.one_pass import (
+    chain_kernel,
     check_kernel,
     guess_kernel,
     link_kernel,
@@ -65,6 +66,8 @@ class OnePassEngine(TritonEngine):
         return next(c for c in self._configs if row_steps <= c.max_row_steps)
 
     def shape_for(self, config: OnePassConfig, batch: DraftBatch, cache: Tensor | None) -> Shape:
+        known = self._head.successors
+        successors = 0 if known is None else known.shape[1]
         return make_shape(
             self._head,
             self._chip,
@@ -77,6 +80,8 @@ class OnePassEngine(TritonEngine):
             LANES=config.lanes,
             GUESS_STAGES=config.guess_stages,
             PREDECESSORS=config.predecessors,
+            SUCCESSORS=successors,
+            SUCCESSORS_P2=max(16, triton.next_power_of_2(successors)),
             LINK_K=piece_of_rank(self._head),
             LINK_STAGES=config.link_stages,
             BLOCK_M=config.block_m,
@@ -93,10 +98,14 @@ class OnePassEngine(TritonEngine):
         shape = self.shape_for(config, batch, cache)
         scratch, row_steps = self._scratch, io.rows * shape.STEPS
         guesses = triton.cdiv(row_steps, config.guess_m) * config.chunks
-        links = row_steps * (CANDIDATES // config.predecessors)
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
         launch(guess_kernel, guesses, io, scratch, shape, **self._options(config.guess_warps))
-        launch(link_kernel, links, io, scratch, shape, **self._options(config.link_warps))
+        link_options = self._options(config.link_warps)
+        if shape.SUCCESSORS:
+            launch(chain_kernel, io.rows, io, scratch, shape, **link_options)
+        else:
+            links = row_steps * (CANDIDATES // config.predecessors)
+            launch(link_kernel, links, io, scratch, shape, **link_options)
         options = self._check_options(config)
         if self._cooperative:
             launch(passes_kernel, programs, io, scratch, shape, **options)

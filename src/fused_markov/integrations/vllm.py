@@ -5,7 +5,8 @@ nothing of vLLM: once vLLM itself imports its DSpark speculator, the class's ``l
 wrapped, and the draft model that it loads gets our sampling. Where that cannot be done, vLLM runs
 as it would without the plugin and one log line says why.
 
-Environment: ``FUSED_MARKOV=0`` switches the plugin off; ``FUSED_MARKOV_ENGINE`` names an engine.
+Environment: ``FUSED_MARKOV=0`` switches the plugin off; ``FUSED_MARKOV_ENGINE`` names an engine;
+``FUSED_MARKOV_SUCCESSORS`` says how many successors to find for each token (0: none).
 """
 
 from __future__ import annotations

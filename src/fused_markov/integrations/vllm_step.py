@@ -15,8 +15,10 @@ from fused_markov.head import MarkovHead
 from fused_markov.integrations.vllm_counters import Counters
 from fused_markov.integrations.vllm_versions import VllmVersion, probabilistic_gap
 from fused_markov.sampler import DraftSampler
+from fused_markov.successors import COUNT, find_successors
 
 ENGINE = "FUSED_MARKOV_ENGINE"  # names an engine to use instead of the sampler's own choice
+SUCCESSORS = "FUSED_MARKOV_SUCCESSORS"  # how many to find for each token, 0 for none
 
 
 class VllmDrafter:
@@ -32,6 +34,7 @@ class VllmDrafter:
     ) -> None:
         self.version, self.model = version, model
         self.head = read_head(model)
+        self._find_successors()
         self.counters = Counters(logger, self.head.device)
         self.sampler = DraftSampler(
             self.head,
@@ -59,14 +62,22 @@ class VllmDrafter:
         logger.warning("fused-markov leaves %s to vLLM: %s", type(model).__name__, reason)
         return None
 
+    def _find_successors(self) -> None:
+        """A trained head's guesses need them: without, most steps take several passes."""
+        count = min(int(os.environ.get(SUCCESSORS, COUNT)), self.head.draft_vocab)
+        if count > 0:
+            self.head.successors = find_successors(self.head, count)
+
     def describe(self, speculator: Any) -> str:
         """The start-up line: shape, kind of drafts, engine."""
+        known = 0 if self.head.successors is None else self.head.successors.shape[1]
         drafts = "greedy" if speculator.draft_logits is None else "probabilistic"
         return (
             f"fused-markov drafts for {type(self.model).__name__}: "
             f"{speculator.num_speculative_steps} steps, vocabulary {self.head.draft_vocab}, "
-            f"rank {self.head.rank}, up to {speculator.max_num_reqs} requests, {drafts} drafts, "
-            f"vLLM {self.version.series}; {self.sampler.explain()}"
+            f"rank {self.head.rank}, {known} successors a token, up to "
+            f"{speculator.max_num_reqs} requests, {drafts} drafts, vLLM {self.version.series}; "
+            f"{self.sampler.explain()}"
         )
 
     def sample(self, speculator: Any, num_reqs: int, head_hidden: Tensor) -> bool:

@@ -10,6 +10,7 @@ class Inputs(NamedTuple):
     w2: Any  # [w2_rows, rank] Markov bias, one row a candidate
     id_map: Any  # [V] int64 target id of each candidate (MAPPED)
     keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids
+    successors: Any  # [vocab_size, SUCCESSORS] int32 candidates that stand out after a token
     holes: Any  # [num_holes] int32 target ids below vocab_size that no candidate maps to
     base: Any  # [R, S, >=V] base logits
     anchors: Any  # [R] previous token of step 0
@@ -113,5 +114,7 @@ class Shape(NamedTuple):
     GUESS_STAGES: int = 0  # such looks in flight
     # link
     PREDECESSORS: int = 0  # candidates of the step before that a work item links
+    SUCCESSORS: int = 0  # successors a token, or none are known
+    SUCCESSORS_P2: int = 0  # so, rounded up to a power of two
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight

@@ -63,7 +63,7 @@ def _best_gated(x, need, temp, state, state64, tid, key, cfg: tl.constexpr):
     best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
     best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
     far = reach(x, bound_terms(temp), state, state64, key, False, cfg)
-    while tl.max(tl.max(far - need[:, None], axis=1), axis=0) >= 0.0:
+    while tl.max(far - need[:, None]) >= 0.0:
         top = tl.max(far, axis=1)
         active = top >= need
         furthest = (far == top[:, None]) & active[:, None]
@@ -83,10 +83,9 @@ def _best_gated(x, need, temp, state, state64, tid, key, cfg: tl.constexpr):
 def _best_greedy(x, tid, in_vocab, cfg: tl.constexpr):
     x = tl.where(x == x, x, float("-inf"))
     best = tl.max(x, axis=1)
-    best_id = tl.min(
-        tl.where((x == best[:, None]) & in_vocab[None, :], tid[None, :], NO_ID), axis=1
-    )
-    return best, best_id
+    # A row with nothing above -inf has no winner here, or its id would depend on the tile.
+    winners = (x == best[:, None]) & in_vocab[None, :] & (best > float("-inf"))[:, None]
+    return best, tl.min(tl.where(winners, tid[None, :], NO_ID), axis=1)
 
 
 @triton.jit
@@ -129,7 +128,7 @@ def _finish_tile(io, x, key, tile, in_vocab, rows, best, best_id, need, cfg: tl.
     else:
         above = x - need[:, None]
     # Not-a-number is ignored by max beside numbers, and passes no comparison alone.
-    if tl.max(tl.max(above, axis=1), axis=0) >= 0.0:
+    if tl.max(above) >= 0.0:
         tid = target_id(io, v, in_vocab, cfg)
         if cfg.NOISE:
             top, top_id = _best_gated(x, need, temp, state, state64, tid, key, cfg)

@@ -1,7 +1,8 @@
 """Link: the exact best candidate of each step after each candidate of the step before.
 
 A product [PREDECESSORS, rank] x [rank, CANDIDATES] a work item, over candidates only. The guessed
-chain of a row is then a walk over its links.
+chain of a row is then a walk over its links. Where the candidates of a step depend on what went
+before, there is nothing to link: see `chain`.
 """
 
 import triton
@@ -60,54 +61,71 @@ def product(
 
 
 @triton.jit
-def link_tokens(io, scratch, m, slot, prev, cfg: tl.constexpr):
-    """Best candidate of row-step ``m``, of a request in ``slot``, after each of ``prev``, and its
-    gate.
-
-    Returns index into the candidates, need and sure, each like ``prev``.
-    """
-    r, s = m // cfg.STEPS, m % cfg.STEPS
+def load_row_noise(io, m, slot, cfg: tl.constexpr):
+    """Temperature and hash states of one row-step; zeros without noise."""
     temp = tl.full([], 0.0, tl.float32)
+    state = tl.full([], 0, tl.uint32)
+    state64 = state
     if cfg.NOISE:
-        temp, state, state64 = load_noise(io, r, s, slot, slot >= 0, cfg)
-    c = tl.arange(0, cfg.CANDIDATES)
-    v = tl.load(scratch.candidates + m * cfg.CANDIDATES + c)
-    tid = target_id(io, v, v >= 0, cfg)
-    base = tl.load(io.base + base_offset(io, r, s, cfg) + v).to(tl.float32)
-    acc = product(io, prev, v, prev >= 0, v >= 0, cfg.LINK_K, cfg.LINK_STAGES, cfg)
+        temp, state, state64 = load_noise(io, m // cfg.STEPS, m % cfg.STEPS, slot, slot >= 0, cfg)
+    return temp, state, state64
+
+
+@triton.jit
+def best_of(io, m, noise, prev, v, inside, cfg: tl.constexpr):
+    """Best of the candidates ``v`` [n] that are ``inside``, of row-step ``m``, after each of
+    ``prev``: its score, target id and logit, each like ``prev``.
+    """
+    temp, state, state64 = noise
+    tid = target_id(io, v, inside, cfg)
+    at = base_offset(io, m // cfg.STEPS, m % cfg.STEPS, cfg)
+    base = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
+    acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
     x = finish_logits(acc, base[None, :], io.scale, io.soft_cap, cfg)
     if cfg.NOISE:
         z = scores(x, temp, gumbel(state, state64, tid, cfg.FP64)[None, :], cfg.FP64)
     else:
         z = tl.where(x == x, x, float("-inf"))
     top = tl.max(z, axis=1)
-    token = tl.min(tl.where(z == top[:, None], tid[None, :], NO_ID), axis=1)
-    here = tid[None, :] == token[:, None]
-    index = tl.min(tl.where(here, c[None, :], cfg.CANDIDATES - 1), axis=1)
-    logit = tl.max(tl.where(here, x, float("-inf")), axis=1)
-    # What a token must be able to reach to matter in the check is a little less than the guess:
-    # the margin covers a last place of the guess's logit, were the check to round it otherwise.
+    winners = (z == top[:, None]) & inside[None, :]
+    token = tl.min(tl.where(winners, tid[None, :], NO_ID), axis=1)
+    logit = tl.max(tl.where(tid[None, :] == token[:, None], x, float("-inf")), axis=1)
+    return top, token, logit
+
+
+@triton.jit
+def gate_of(top, logit, temp):
+    """What a token must be able to reach to matter beside a guess, and from where the check's
+    winner is the winner.
+
+    Both are a little less than the guess's score: the margin covers a last place of its logit, were
+    the check to round it otherwise.
+    """
     margin = tl.abs(logit) / tl.where(temp == 0.0, 1.0, temp) * 0.015625 + 0.02
     top = top.to(tl.float32)
     closed = (tl.abs(top) < 3.0e38) & (margin < 3.0e38)
     need = tl.where(closed, top - margin, float("-inf"))
-    sure = tl.where(closed, top - 0.5 * margin, float("-inf"))
-    return index, need, sure
+    return need, tl.where(closed, top - 0.5 * margin, float("-inf"))
 
 
 @triton.jit
 def link_item(io, scratch, m, slot, part, cfg: tl.constexpr):
     """Links of row-step ``m``, of a request in ``slot``, after the predecessors of one part."""
     r, s = m // cfg.STEPS, m % cfg.STEPS
+    noise = load_row_noise(io, m, slot, cfg)
+    c = tl.arange(0, cfg.CANDIDATES)
+    v = tl.load(scratch.candidates + m * cfg.CANDIDATES + c)
     p = part * cfg.PREDECESSORS + tl.arange(0, cfg.PREDECESSORS)
     # Before step 0 stands the anchor, after a padded step token 0, whatever the predecessor.
     prev = load_anchor(io, r, s == 0) + 0 * p
     if s > 0:
         if load_slot(io, r, s - 1, True) >= 0:
-            v = tl.load(scratch.candidates + (m - 1) * cfg.CANDIDATES + p)
-            prev = target_id(io, v, v >= 0, cfg)
-    index, need, sure = link_tokens(io, scratch, m, slot, prev, cfg)
+            before = tl.load(scratch.candidates + (m - 1) * cfg.CANDIDATES + p)
+            prev = target_id(io, before, before >= 0, cfg)
+    top, token, logit = best_of(io, m, noise, prev, v, v >= 0, cfg)
+    need, sure = gate_of(top, logit, noise[0])
+    here = target_id(io, v, v >= 0, cfg)[None, :] == token[:, None]
     at = m * cfg.CANDIDATES + p
-    tl.store(scratch.link + at, index)
+    tl.store(scratch.link + at, tl.min(tl.where(here, c[None, :], cfg.CANDIDATES - 1), axis=1))
     tl.store(scratch.link_need + at, need)
     tl.store(scratch.link_sure + at, sure)

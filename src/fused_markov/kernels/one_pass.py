@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.chain import chain_row
 from fused_markov.kernels.check import check_all
 from fused_markov.kernels.grid import grid_barrier
 from fused_markov.kernels.guess import guess_all
@@ -23,17 +24,6 @@ def guess_kernel(io, scratch, cfg: tl.constexpr):
     guess_all(io, scratch, pid, tl.num_programs(0), cfg)
 
 
-@triton.jit
-def _walk_from_anchor(io, scratch, r, cfg: tl.constexpr):
-    m = r * cfg.STEPS
-    index = tl.load(scratch.link + m * cfg.CANDIDATES)
-    need = tl.load(scratch.link_need + m * cfg.CANDIDATES)
-    sure = tl.load(scratch.link_sure + m * cfg.CANDIDATES)
-    start = r * 0
-    anchor = load_anchor(io, r, r >= 0)
-    walk_row(io, scratch, r, start, anchor, index, need, sure, scratch.num_active, cfg)
-
-
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
 def link_kernel(io, scratch, cfg: tl.constexpr):
     """Links of all rows; the program that finishes a row's last one walks the row."""
@@ -51,7 +41,15 @@ def link_kernel(io, scratch, cfg: tl.constexpr):
         if tl.atomic_add(scratch.links_left + r, 1, sem="acq_rel", scope="gpu") == per_row - 1:
             tl.debug_barrier()
             tl.store(scratch.links_left + r, 0)
-            _walk_from_anchor(io, scratch, r, cfg)
+            walk_row(io, scratch, r, cfg)
+
+
+@triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
+def chain_kernel(io, scratch, cfg: tl.constexpr):
+    """In place of links and walk: each row's chain of guesses, one program a row."""
+    r = tl.program_id(0)
+    anchor = load_anchor(io, r, r >= 0)
+    chain_row(io, scratch, r, r * 0, anchor, r >= 0, scratch.num_active, cfg)
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])

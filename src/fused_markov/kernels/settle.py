@@ -7,24 +7,10 @@ is final, and that step's own winner is too; the steps after it are guessed agai
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.link import link_tokens
+from fused_markov.kernels.chain import chain_row
 from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, winner_of_parts
-from fused_markov.kernels.walk import walk_row
 
 PARTS_AT_ONCE = tl.constexpr(512)
-
-
-@triton.jit
-def _guess_again(io, scratch, r, start, prev, gated, counter, cfg: tl.constexpr):
-    """Guess row ``r`` from ``start`` on, after the known token ``prev``."""
-    row = tl.arange(0, 16)  # a matrix unit multiplies 16 rows at the least; all are the same
-    m = r * cfg.STEPS + start
-    slot = load_slot(io, r, start, True)
-    index, need, sure = link_tokens(io, scratch, m, slot, prev + 0 * row, cfg)
-    index = tl.max(index, axis=0)
-    need = tl.where(gated, tl.max(need, axis=0), float("-inf"))
-    sure = tl.where(gated, tl.max(sure, axis=0), float("-inf"))
-    walk_row(io, scratch, r, start, prev, index, need, sure, counter, cfg)
 
 
 @triton.jit
@@ -61,7 +47,7 @@ def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
                 prev = tl.load(scratch.row_prev + tl.sum(tl.where(s == first, place, 0), axis=0))
             else:
                 prev = tl.sum(tl.where(s == first, token, 0), axis=0)
-            _guess_again(io, scratch, r, end, prev, unsure == 0, counter, cfg)
+            chain_row(io, scratch, r, end, prev, unsure == 0, counter, cfg)
         else:
             tl.store(scratch.start + r, end)
 
