@@ -23,6 +23,7 @@ from torch import Tensor
 
 import fused_markov as fm
 from fused_markov import noise, reference
+from fused_markov.successors import find_successors
 
 ENGINES = ("one_pass", "per_step")
 HEADS = 4  # a shape's heads, drawn once: a head and its engines cost more than a problem
@@ -44,6 +45,7 @@ class Kind:
     cached: bool = True
     fp64: bool = False
     aligned: bool = True  # base rows at multiples of 8 elements
+    successors: int = 0  # a token, known to the head
 
     @property
     def candidates(self) -> int:
@@ -56,6 +58,9 @@ class Kind:
 
 TABLE = (
     Kind(1024, 5, 64, 3),
+    Kind(1024, 5, 64, 12, successors=20),
+    Kind(900, 4, 32, 5, draft=333, aligned=False, successors=48),
+    Kind(1100, 3, 64, 3, noise=False, cached=False, successors=7),
     Kind(2001, 4, 24, 16, aligned=False),
     Kind(5000, 5, 256, 40),
     Kind(1000, 7, 128, 2, noise=False, cached=False),
@@ -118,7 +123,10 @@ class Drawer:
         if kind.draft:
             ids = torch.randperm(kind.vocab, generator=self._gen, device=self._gen.device)
             ids = ids[: kind.draft]
-        return fm.MarkovHead(w1.to(kind.dtype), w2.to(kind.dtype), id_map=ids)
+        head = fm.MarkovHead(w1.to(kind.dtype), w2.to(kind.dtype), id_map=ids)
+        if kind.successors:
+            head.successors = find_successors(head, kind.successors)
+        return head
 
     def draw(self) -> tuple[Problem, list[fm.DraftSampler]]:
         kind, index = self.kind, self._choice(HEADS)

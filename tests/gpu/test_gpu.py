@@ -15,6 +15,7 @@ import torch
 import fused_markov as fm
 from fused_markov import reference
 from fused_markov.problems import Problem, make_problem
+from fused_markov.successors import find_successors
 
 pytestmark = pytest.mark.gpu
 
@@ -127,6 +128,19 @@ def problem_of(case: Case) -> Problem:
 def test_equals_the_reference(engine: str, case: Case) -> None:
     problem = problem_of(case)
     check(problem, sampler_of(problem, engine, noise_dtype=case.noise_dtype), case.cached)
+
+
+@pytest.mark.parametrize("temperature", ["greedy", "mixed"])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_successors_spare_passes(rows: int, temperature: str) -> None:
+    """A bias so strong that the base says nothing of the chain."""
+    options = {"bias_std": 30.0, "base_std": 0.5, "temperature": temperature, "slots": "padded"}
+    problem = exact(rows + 2, 5, 3000, 64, **options)
+    without = check(problem, sampler_of(problem, "one_pass"))
+    problem.head.successors = find_successors(problem.head)
+    got = check(problem, sampler_of(problem, "one_pass"))
+    assert without.passes > 1
+    assert got.passes == 1
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 33, 64])
