@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,25 @@ class Problem:
         """``[R, S]`` filled with a sentinel."""
         shape = (self.batch.rows, self.batch.steps)
         return torch.full(shape, fill, dtype=dtype, device=self.head.device)
+
+    def clone(self) -> Problem:
+        """The same problem in memory of its own."""
+        head, batch = self.head, self.batch
+        copies: dict[str, Any] = {f.name: _copied(getattr(batch, f.name)) for f in fields(batch)}
+        twin = MarkovHead(
+            head.w1.clone(),
+            head.w2.clone(),
+            id_map=_copied(head.id_map),
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            vocab_size=head.vocab_size,
+            successors=_copied(head.successors),
+        )
+        return replace(self, head=twin, batch=replace(batch, **copies))
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def make_problem(

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fused_markov import reference
+from fused_markov.batch import DraftBatch, DraftResult
 from fused_markov.engines import Plan, engine_types
 from fused_markov.head import MarkovHead
 from fused_markov.problems import Problem
-from fused_markov.sampler import DraftSampler
 
 # On a GPU a library may add the products of the bias in another order than a kernel does.
 ULPS_ON_GPU = 1
+
+
+class Sampler(Protocol):
+    """What is compared: a `fused_markov.DraftSampler`, or an engine alone."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def sample(
+        self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
+    ) -> DraftResult: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,7 @@ class Verdict:
         return not self.problem
 
 
-def compare(problem: Problem, sampler: DraftSampler, *, cached: bool = True) -> Verdict:
+def compare(problem: Problem, sampler: Sampler, *, cached: bool = True) -> Verdict:
     """Run ``sampler`` and the reference on ``problem`` and compare all they wrote.
 
     Outputs start poisoned, so what one leaves unwritten and the other does not shows too.

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fused_markov import reference
-from fused_markov.batch import DraftBatch
-from fused_markov.bench.compare import compare, usable_engines
+from fused_markov.bench.compare import Sampler, compare, usable_engines
 from fused_markov.bench.floor import bytes_a_us, floor_bytes
-from fused_markov.bench.timing import Step, Timing, cold_copies, time_on_cpu, time_on_gpu
+from fused_markov.bench.timing import (
+    Step,
+    Timing,
+    cold_copies,
+    in_turns,
+    time_on_cpu,
+    time_on_gpu,
+)
 from fused_markov.engines import Plan
 from fused_markov.head import MarkovHead
 from fused_markov.problems import Problem, make_problem
@@ -46,70 +54,96 @@ def run(spec: Spec) -> Iterator[dict[str, Any]]:
 
     The time of an engine that fails its check is not measured.
     """
+
+    def make(rows: int, temperature: str) -> list[Problem]:
+        problem = make_problem(
+            rows,
+            spec.steps,
+            spec.vocab,
+            spec.rank,
+            dtype=spec.dtype,
+            temperature=temperature,
+            device=spec.device,
+        )
+        return [problem]
+
+    return run_problems(spec, make)
+
+
+def run_problems(
+    spec: Spec, make: Callable[[int, str], Sequence[Problem]]
+) -> Iterator[dict[str, Any]]:
+    """`run` on problems of one's own; the shape is theirs, not that of ``spec``.
+
+    Args:
+        spec: what to measure.
+        make: problems of a number of rows and a temperature, all of one head. Each is checked;
+            passes are their mean, and the times are of the problems in turns.
+    """
     speed = bytes_a_us(spec.device)
     for rows in spec.rows:
         for temperature in spec.temperatures:
-            problem = make_problem(
-                rows,
-                spec.steps,
-                spec.vocab,
-                spec.rank,
-                dtype=spec.dtype,
-                temperature=temperature,
-                device=spec.device,
-            )
-            cached = temperature != NO_CACHE
-            size = floor_bytes(problem, cached=cached)
+            problems = make(rows, temperature)
+            head, cached = problems[0].head, temperature != NO_CACHE
+            size = floor_bytes(problems[0], cached=cached)
             yield {
                 "device": spec.device,
                 "rows": rows,
                 "temperature": temperature,
-                "steps": spec.steps,
-                "vocab": spec.vocab,
-                "rank": spec.rank,
-                "dtype": str(spec.dtype).removeprefix("torch."),
+                "steps": problems[0].batch.steps,
+                "vocab": head.draft_vocab,
+                "rank": head.rank,
+                "dtype": str(head.dtype).removeprefix("torch."),
                 "cached": cached,
                 "floor_bytes": size,
                 "floor_us": size / speed,
-                "engines": _measure(problem, spec, cached),
+                "engines": _measure(problems, spec, cached),
             }
 
 
-def _measure(problem: Problem, spec: Spec, cached: bool) -> dict[str, dict[str, Any]]:
-    plan = Plan(problem.batch.rows, problem.batch.steps, torch.float32)
-    names = [n for n in spec.engines or usable_engines(problem.head, plan) if n != LOOP]
-    result: dict[str, dict[str, Any]] = {}
-    for name in names:
-        verdict = compare(problem, _sampler(problem.head, plan, name), cached=cached)
-        result[name] = {"ok": verdict.ok, "problem": verdict.problem, "passes": verdict.passes}
+def _measure(problems: Sequence[Problem], spec: Spec, cached: bool) -> dict[str, dict[str, Any]]:
+    head, batch = problems[0].head, problems[0].batch
+    plan = Plan(batch.rows, batch.steps, torch.float32)
+    names = [n for n in spec.engines or usable_engines(head, plan) if n != LOOP]
+    result = {name: _check(problems, _sampler(head, plan, name), cached) for name in names}
     right = [name for name in names if result[name]["ok"]]
-    timings = _time(problem, plan, right, spec, cached)
-    result[LOOP] = {"ok": True, "problem": "", "passes": spec.steps}
+    timings = _time(problems, plan, right, spec, cached)
+    result[LOOP] = {"ok": True, "problem": "", "passes": plan.steps}
     for name, timing in timings.items():
         result[name] |= dataclasses.asdict(timing)
         result[name]["speed_up"] = timings[LOOP].median_us / timing.median_us
     return result
 
 
+def _check(problems: Sequence[Problem], sampler: DraftSampler, cached: bool) -> dict[str, Any]:
+    verdicts = [compare(problem, sampler, cached=cached) for problem in problems]
+    wrong = [verdict.problem for verdict in verdicts if not verdict.ok]
+    passes = statistics.mean(verdict.passes for verdict in verdicts)
+    return {"ok": not wrong, "problem": wrong[0] if wrong else "", "passes": passes}
+
+
 def _time(
-    problem: Problem, plan: Plan, names: list[str], spec: Spec, cached: bool
+    problems: Sequence[Problem], plan: Plan, names: list[str], spec: Spec, cached: bool
 ) -> dict[str, Timing]:
+    head = problems[0].head
     if spec.device == "cpu":
-        samplers = {name: _sampler(problem.head, plan, name) for name in names}
-        steps = {LOOP: _loop_step(problem, cached)}
-        steps |= {name: _step(problem, s, cached) for name, s in samplers.items()}
+        samplers = {name: _sampler(head, plan, name) for name in names}
+        steps = {LOOP: in_turns([_loop_step(p, cached) for p in problems])}
+        for name, sampler in samplers.items():
+            steps[name] = in_turns([step_of(p, sampler, cached) for p in problems])
         return time_on_cpu(steps, seconds=spec.seconds, runs=3)
     from fused_markov.bench.gpu_loop import loop_step
 
-    size = floor_bytes(problem, cached=cached)
-    problems = [_clone(problem) for _ in range(cold_copies(size, problem.head.device))]
-    timings = {LOOP: time_on_gpu([loop_step(p, cached) for p in problems])}
+    size = floor_bytes(problems[0], cached=cached)
+    count = cold_copies(size, head.device)
+    copies = [p.clone() for p in itertools.islice(itertools.cycle(problems), count)]
+    timings = {LOOP: time_on_gpu([loop_step(p, cached) for p in copies])}
     for name in names:
-        samplers_by_copy = [_sampler(p.head, plan, name) for p in problems]
+        samplers_by_copy = [_sampler(p.head, plan, name) for p in copies]
         for sampler in samplers_by_copy:
             sampler.warmup()
-        pairs = zip(problems, samplers_by_copy, strict=True)
-        timings[name] = time_on_gpu([_step(p, s, cached) for p, s in pairs])
+        pairs = zip(copies, samplers_by_copy, strict=True)
+        timings[name] = time_on_gpu([step_of(p, s, cached) for p, s in pairs])
     return timings
 
 
@@ -123,16 +157,8 @@ def _loop_step(problem: Problem, cached: bool) -> Step:
     return lambda: reference.sample(problem.head, problem.batch, cache, tokens)
 
 
-def _step(problem: Problem, sampler: DraftSampler, cached: bool) -> Step:
+def step_of(problem: Problem, sampler: Sampler, cached: bool) -> Step:
+    """What to time: ``sampler`` on ``problem``, into outputs made once."""
     cache = problem.new_cache() if cached else None
     tokens = problem.new_tokens()
     return lambda: sampler.sample(problem.batch, cache, tokens)
-
-
-def _clone(problem: Problem) -> Problem:
-    """The same problem in memory of its own."""
-    head, batch = problem.head, problem.batch
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(DraftBatch)}
-    copied = {name: t.clone() for name, t in fields.items() if t is not None}
-    twin = MarkovHead(head.w1.clone(), head.w2.clone(), vocab_size=head.vocab_size)
-    return dataclasses.replace(problem, head=twin, batch=DraftBatch(**copied))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +49,14 @@ def time_on_cpu(
             samples[name].append((time.perf_counter() - start) * 1e6)
         rounds += 1
     return {name: _timing(values) for name, values in samples.items()}
+
+
+def in_turns(steps: Sequence[Step]) -> Step:
+    """One step that is another of ``steps`` at each call."""
+    if len(steps) == 1:
+        return steps[0]
+    turns = itertools.cycle(steps)
+    return lambda: next(turns)()
 
 
 def time_on_gpu(copies: Sequence[Step], *, rounds: int = 7) -> Timing:

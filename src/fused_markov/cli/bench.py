@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from fused_markov.errors import ArgumentError
 
 CPU_ROWS = "1,4,16,64"
 GPU_ROWS = "1,2,4,8,16,32,64,128,256"
+TEMPERATURES, PAIR_TEMPERATURES = "0,0.6,1,greedy", "0.8,greedy"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -25,12 +27,22 @@ def bench(
     ] = "",
     rows: Annotated[str, typer.Option(help="Rows R, with commas.")] = "",
     temperatures: Annotated[
-        str, typer.Option(help="With commas; 'greedy': no temperatures, no cache.")
-    ] = "0,0.6,1,greedy",
-    vocab: Annotated[int, typer.Option(help="Vocabulary V.")] = 129280,
-    rank: Annotated[int, typer.Option(help="Rank r of the head.")] = 256,
-    steps: Annotated[int, typer.Option(help="Draft steps S.")] = 5,
+        str,
+        typer.Option(
+            help="With commas; 'greedy': no temperatures, no cache. "
+            f"Default: {TEMPERATURES}; {PAIR_TEMPERATURES} with --pair."
+        ),
+    ] = "",
+    vocab: Annotated[int, typer.Option(help="Vocabulary V.")] = benchmark.Spec.vocab,
+    rank: Annotated[int, typer.Option(help="Rank r of the head.")] = benchmark.Spec.rank,
+    steps: Annotated[int, typer.Option(help="Draft steps S.")] = benchmark.Spec.steps,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    pair: Annotated[
+        bool, typer.Option("--pair", help="Decode steps of the real pair, not random ones.")
+    ] = False,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of the pair to record, with --pair.", min=1)
+    ] = 256,
     engines: Annotated[str, typer.Option(help="With commas; default: all that can run.")] = "",
     seconds: Annotated[float, typer.Option(help="Time a line on the CPU, at least 3 runs.")] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -40,13 +52,16 @@ def bench(
 
     Exits with 1, and gives no time for it, where an engine is not equal to the loop. On a GPU the
     times are of CUDA-graph replays over rotated weights (cold L2), less an empty replay.
+
+    With --pair the problems are what `generate` drafts from while it answers held-out prompts; the
+    shape is the pair's. Passes are the mean over several such problems.
     """
     if dtype not in DTYPES:
         raise ArgumentError("--dtype", f"one of {list(DTYPES)}", repr(dtype))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = benchmark.Spec(
         rows=_numbers("--rows", rows or (CPU_ROWS if device == "cpu" else GPU_ROWS)),
-        temperatures=_temperatures(temperatures),
+        temperatures=_temperatures(temperatures or (PAIR_TEMPERATURES if pair else TEMPERATURES)),
         steps=steps,
         vocab=vocab,
         rank=rank,
@@ -58,13 +73,13 @@ def bench(
     console = Console(stderr=as_json)
     lines = []
     with console.status("measuring ..."):
-        for line in benchmark.run(spec):
+        for line in _recorded(spec, rounds) if pair else benchmark.run(spec):
             lines.append(line)
             console.print(_summary(line), highlight=False)
     if as_json:
         print(json.dumps({"torch": torch.__version__, "lines": lines}, indent=2))
     else:
-        console.print(_table(lines, spec))
+        console.print(_table(lines))
     if plot is not None:
         from fused_markov.bench.plot import plot as draw
 
@@ -73,8 +88,22 @@ def bench(
         raise typer.Exit(1)
 
 
-def _table(lines: list[dict[str, Any]], spec: benchmark.Spec) -> Table:
-    shape = f"V={spec.vocab} r={spec.rank} S={spec.steps}, {spec.device}"
+def _recorded(spec: benchmark.Spec, rounds: int) -> Iterator[dict[str, Any]]:
+    given = (spec.vocab, spec.rank, spec.steps, spec.dtype)
+    default = benchmark.Spec
+    if given != (default.vocab, default.rank, default.steps, default.dtype):
+        raise ArgumentError(
+            "--pair", "no --vocab, --rank, --steps or --dtype: the shape is the pair's", str(given)
+        )
+    from fused_markov.bench.recorded import Recorder, load_prompts
+    from fused_markov.pair.generate import Pair
+
+    recorder = Recorder(Pair.load(), load_prompts(), rounds, spec.device)
+    return benchmark.run_problems(spec, recorder.problems)
+
+
+def _table(lines: list[dict[str, Any]]) -> Table:
+    shape = "V={vocab} r={rank} S={steps}, {device}".format(**lines[0])
     table = Table("R", "T", "engine", "median µs", "best µs", "passes", "speed-up", title=shape)
     table.add_column("floor MB")
     table.add_column("floor µs")
@@ -85,7 +114,7 @@ def _table(lines: list[dict[str, Any]], spec: benchmark.Spec) -> Table:
             if not e["ok"]:
                 table.add_row(*head, "[red]wrong[/red]", "", "", "", *floor)
                 continue
-            times = (f"{e['median_us']:.0f}", f"{e['best_us']:.0f}", str(e["passes"]))
+            times = (f"{e['median_us']:.0f}", f"{e['best_us']:.0f}", f"{e['passes']:.3g}")
             gain = "" if name == benchmark.LOOP else f"{e['speed_up']:.2f}x"
             table.add_row(*head, *times, gain, *floor)
     return table
