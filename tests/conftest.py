@@ -10,6 +10,8 @@ import pytest
 
 # Interpreted kernels cannot be compiled in the same process: each kind has its own run.
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+# What somebody tuned on this machine is no part of the tests.
+os.environ["FUSED_MARKOV_TUNED"] = "0"
 collect_ignore = [] if INTERPRETING else ["interpret"]
 
 

@@ -129,8 +129,10 @@ class DraftSampler:
         self._engine.warmup(example, logits_cache, tokens)
 
     def explain(self) -> str:
-        """Which engine runs, and why the ones preferred to it do not."""
+        """Which engine runs, why the ones preferred to it do not, and with what was tuned."""
         lines = [f"fused-markov: engine {self.engine!r} for {self.head}, {self.plan}"]
+        if note := getattr(self._engine, "note", ""):
+            lines.append(f"  {note}")
         for name, reason in self._reasons.items():
             if name == self.engine:
                 break

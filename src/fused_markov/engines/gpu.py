@@ -29,6 +29,7 @@ class TritonEngine(ABC):
     """
 
     name: str
+    note = ""  # where the configurations are from, unless they are built in or given
     _passes: Tensor  # int64, one element: how often the last sample read W2
 
     def __init__(self, head: MarkovHead, plan: Plan) -> None:
@@ -38,6 +39,11 @@ class TritonEngine(ABC):
         self._slots = torch.arange(plan.max_rows, device=head.device)
         size = plan.max_rows * plan.steps
         self._nonfinite = torch.zeros(size, dtype=torch.uint8, device=head.device)
+
+    @property
+    def plan(self) -> Plan:
+        """What the engine is built for."""
+        return self._plan
 
     @staticmethod
     def why_not(head: MarkovHead, plan: Plan) -> str | None:

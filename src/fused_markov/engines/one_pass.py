@@ -23,6 +23,7 @@ from fused_markov.engines.launch import (
     piece_of_rank,
     resident_programs,
 )
+from fused_markov.engines.tuned import choose
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Scratch, Shape
 from fused_markov.kernels.one_pass import (
@@ -54,6 +55,9 @@ class OnePassEngine(TritonEngine):
     ) -> None:
         super().__init__(head, plan)
         self._chip = chip or chip_of(head.device)
+        if configs is None and chip is None:
+            choice = choose(self.name, head, plan, self._chip.one_pass)
+            configs, self.note = choice.configs, choice.note
         self._configs = configs or self._chip.one_pass
         self._cooperative = self._chip.cooperative if cooperative is None else cooperative
         self._scratch = _allocate(head, plan, self._configs)

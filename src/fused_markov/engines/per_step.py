@@ -12,6 +12,7 @@ from fused_markov.engines.chips import Chip, chip_of
 from fused_markov.engines.configs import PerStepConfig
 from fused_markov.engines.gpu import TritonEngine
 from fused_markov.engines.launch import block_k, block_v, launch, make_shape
+from fused_markov.engines.tuned import choose
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, StepScratch
 from fused_markov.kernels.per_step import last_kernel, step_kernel
@@ -31,6 +32,9 @@ class PerStepEngine(TritonEngine):
     ) -> None:
         super().__init__(head, plan)
         self._chip = chip or chip_of(head.device)
+        if configs is None and chip is None:
+            choice = choose(self.name, head, plan, self._chip.per_step)
+            configs, self.note = choice.configs, choice.note
         self._configs = configs or self._chip.per_step
         device, rows = head.device, plan.max_rows
         parts = 2 * self._multiprocessors * max(c.programs_per_sm for c in self._configs)
