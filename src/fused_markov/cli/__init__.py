@@ -1,4 +1,4 @@
-"""The command ``fused-markov``: generate, verify, bench, info."""
+"""The command ``fused-markov``: generate, verify, bench, tune, info, successors."""
 
 from __future__ import annotations
 

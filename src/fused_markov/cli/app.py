@@ -10,6 +10,7 @@ from fused_markov.cli.bench import bench
 from fused_markov.cli.generate import generate
 from fused_markov.cli.info import info
 from fused_markov.cli.successors import successors
+from fused_markov.cli.tune import tune
 from fused_markov.cli.verify import verify
 from fused_markov.errors import FusedMarkovError
 
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, verify, bench, info, successors):
+for command in (generate, verify, bench, tune, info, successors):
     app.command()(command)
 
 

@@ -56,16 +56,16 @@ def bench(
     With --pair the problems are what `generate` drafts from while it answers held-out prompts; the
     shape is the pair's. Passes are the mean over several such problems.
     """
-    if dtype not in DTYPES:
-        raise ArgumentError("--dtype", f"one of {list(DTYPES)}", repr(dtype))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = benchmark.Spec(
         rows=_numbers("--rows", rows or (CPU_ROWS if device == "cpu" else GPU_ROWS)),
-        temperatures=_temperatures(temperatures or (PAIR_TEMPERATURES if pair else TEMPERATURES)),
+        temperatures=parse_temperatures(
+            "--temperatures", temperatures or (PAIR_TEMPERATURES if pair else TEMPERATURES)
+        ),
         steps=steps,
         vocab=vocab,
         rank=rank,
-        dtype=DTYPES[dtype],
+        dtype=parse_dtype(dtype),
         device=device,
         engines=tuple(name for name in engines.split(",") if name),
         seconds=seconds,
@@ -128,6 +128,13 @@ def _summary(line: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def parse_dtype(text: str) -> torch.dtype:
+    """The dtype that ``--dtype`` names."""
+    if text not in DTYPES:
+        raise ArgumentError("--dtype", f"one of {list(DTYPES)}", repr(text))
+    return DTYPES[text]
+
+
 def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         values = tuple(int(part) for part in text.split(","))
@@ -138,7 +145,8 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     return values
 
 
-def _temperatures(text: str) -> tuple[str, ...]:
+def parse_temperatures(name: str, text: str) -> tuple[str, ...]:
+    """Temperatures with commas between; ``name`` is the option's, for the error."""
     values = tuple(text.split(","))
     for value in values:
         try:
@@ -146,5 +154,5 @@ def _temperatures(text: str) -> tuple[str, ...]:
         except ValueError:
             good = False
         if not good:
-            raise ArgumentError("--temperatures", "numbers from 0 or 'greedy'", repr(value))
+            raise ArgumentError(name, "numbers from 0 or 'greedy'", repr(value))
     return values
