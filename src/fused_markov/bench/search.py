@@ -19,25 +19,22 @@ LEAST_GAIN = 0.02
 # A candidate must beat the best so far by this to take its place: repeated timings differ by it.
 NOISE = 0.005
 
-# Tiles of the check and how many are in flight decide together about shared memory; warps, programs
-# and registers about the register file: 65536 of an NVIDIA multiprocessor, 32 threads a warp.
+# The check takes most of the time, so its best tiles are found first. Tiles and how many are in
+# flight decide together about shared memory; programs, warps and registers about the register file:
+# 65536 of an NVIDIA multiprocessor, 32 threads a warp.
 TILES = ((32, 2), (32, 3), (32, 4), (64, 1), (64, 2), (64, 3), (64, 4), (128, 1), (128, 2))
 OCCUPANCY = ((1, 4, 255), (2, 4, 240), (3, 4, 168), (4, 4, 128), (1, 8, 240), (2, 8, 128))
-WARPS = ((1, 4), (2, 4), (3, 4), (4, 4), (1, 8), (2, 8))
-# AMD: no limit on registers but what the compiler takes by itself (see `configs_amd`).
+# Three or four programs fit with small tiles only, and large tiles want a program for themselves.
+TOGETHER = ((32, 2, 3, 4, 168), (32, 2, 4, 4, 128), (64, 1, 3, 4, 168), (128, 2, 1, 8, 240))
+# AMD: one stage, and no limit on registers but what the compiler takes by itself, for the reasons
+# in `configs_amd`.
+AMD_TILES = ((16, 1), (32, 1), (64, 1), (128, 1), (32, 2))
 AMD_OCCUPANCY = ((2, 2, 0), (3, 2, 0), (4, 2, 0), (1, 4, 0), (2, 4, 0), (3, 4, 0), (2, 8, 0))
 
-# In this order: the check takes most of the time, so its best tiles are found first.
-ONE_PASS: tuple[Coordinate, ...] = (
-    (("block_v", "stages"), TILES),
-    (("programs_per_sm", "check_warps", "check_registers"), OCCUPANCY),
+GUESS_AND_LINK: tuple[Coordinate, ...] = (
     (("guess_m", "lanes"), ((1, 1024), (1, 2048), (2, 512), (2, 1024), (4, 256), (4, 512))),
     (("chunks",), ((16,), (32,), (64,))),
     (("predecessors", "link_warps"), ((16, 2), (16, 4), (32, 4), (64, 4), (64, 8))),
-)
-PER_STEP: tuple[Coordinate, ...] = (
-    (("block_v", "stages"), TILES),
-    (("programs_per_sm", "num_warps"), WARPS),
 )
 
 
@@ -88,10 +85,31 @@ class Outcome(Generic[C]):
 
 def coordinates_of(config: OnePassConfig | PerStepConfig, amd: bool) -> tuple[Coordinate, ...]:
     """Fields that are varied together, and the values to try for them, in the order to try them."""
-    if isinstance(config, PerStepConfig):
-        return PER_STEP
-    fields = ONE_PASS[1][0]
-    return (ONE_PASS[0], (fields, AMD_OCCUPANCY), *ONE_PASS[2:]) if amd else ONE_PASS
+    tile = ("block_v", "stages")
+    if isinstance(config, OnePassConfig):
+        occupancy: tuple[str, ...] = ("programs_per_sm", "check_warps", "check_registers")
+        rest = GUESS_AND_LINK
+    else:
+        occupancy, rest = ("programs_per_sm", "num_warps"), ()
+    check: tuple[Coordinate, ...] = (
+        (tile, AMD_TILES),
+        (occupancy, _first(AMD_OCCUPANCY, occupancy)),
+    )
+    if not amd:
+        together = (*tile, *occupancy)
+        check = (
+            (tile, TILES),
+            (occupancy, _first(OCCUPANCY, occupancy)),
+            (together, _first(TOGETHER, together)),
+        )
+    return (*check, *rest)
+
+
+def _first(
+    rows: tuple[tuple[int, ...], ...], names: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """The values that there are names for: the per-step engine has no limit on registers."""
+    return tuple(row[: len(names)] for row in rows)
 
 
 def alternatives(config: C, coordinate: Coordinate, vocab: int) -> Iterator[C]:

@@ -33,6 +33,7 @@ from fused_markov.successors import COUNT
 
 C = TypeVar("C", OnePassConfig, PerStepConfig)
 ANY_ROWS = 1 << 30
+HEAVIEST = "fp64 noise, fp32 base logits, an id map and successors"
 LEAST_US = 1e-3  # what a replay takes less than an empty one is no time
 
 
@@ -142,13 +143,12 @@ class Candidates:
     def admit(self, config: Config) -> None:
         """See that the kernels also fit where they take more than in what was measured.
 
-        The engine uses a configuration for all heads of the shape, and for fp64 noise, fp32 base
-        logits, an id map and successors too.
+        The engine uses a configuration for all heads and batches of the shape.
 
         Raises:
             DoesNotRun: they do not.
         """
-        with _failures_told():
+        with _failures_told(f"where it must run too ({HEAVIEST}): "):
             head, batch, cache = _heaviest(self._copies[0][0])
             _engine(head, Plan(1, batch.steps, torch.float64), config).warmup(batch, cache)
 
@@ -166,7 +166,7 @@ class Candidates:
 
 
 @contextmanager
-def _failures_told() -> Iterator[None]:
+def _failures_told(where: str = "") -> Iterator[None]:
     """Turn what Triton and the driver raise about a kernel into `DoesNotRun`."""
     try:
         yield
@@ -175,7 +175,7 @@ def _failures_told() -> Iterator[None]:
     except (RuntimeError, TritonError) as e:
         torch.cuda.synchronize()  # raises where a kernel has left the device unusable
         text = str(e).strip().splitlines() or [type(e).__name__]
-        raise DoesNotRun(text[0]) from e
+        raise DoesNotRun(where + text[0]) from e
 
 
 def _copies(problem: Problem, cached: bool) -> list[Problem]:
@@ -184,7 +184,7 @@ def _copies(problem: Problem, cached: bool) -> list[Problem]:
 
 
 def _heaviest(problem: Problem) -> tuple[MarkovHead, DraftBatch, Tensor]:
-    """Head, batch and cache of one row whose kernels need more than any others of the shape."""
+    """Head, batch and cache of one row as in HEAVIEST: no kernels of the shape need more."""
     of, steps, device = problem.head, problem.batch.steps, problem.head.device
     known = torch.zeros(of.vocab_size, COUNT, dtype=torch.int32, device=device)
     ids = torch.arange(of.draft_vocab, device=device)
