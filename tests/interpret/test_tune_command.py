@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels import CONFIGS
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import fused_markov as fm
 from fused_markov.bench import tune as tuning
@@ -30,7 +30,19 @@ pytestmark = [
 ]
 ENGINES = {"one_pass": "max_row_steps", "per_step": "max_rows"}
 COORDINATE = (("block_v", "stages"), ((32, 1), (32, 2)))
-ARGUMENTS = ["tune", "--vocab", "70", "--rank", "16", "--steps", "1", "--rows", "1", "--json"]
+ARGUMENTS = [
+    "tune",
+    "--vocab",
+    "70",
+    "--rank",
+    "16",
+    "--steps",
+    "1",
+    "--rows",
+    "1",
+    "--dtype",
+    "fp32",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -64,21 +76,20 @@ def on_cpu(make: Callable[..., Any], *shape: int, **options: Any) -> Any:
     return make(*shape, **{**options, "device": "cpu"})
 
 
-def run(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
     small = CONFIGS[name][0]
     built_in = INTERPRETER.one_pass if name == "one_pass" else INTERPRETER.per_step
     configs = [replace(small, **{ENGINES[name]: getattr(c, ENGINES[name])}) for c in built_in]
     monkeypatch.setattr(tuning, "built_in", lambda engine: tuple(configs))
     monkeypatch.setattr("fused_markov.cli.tune._engine_here", lambda engine: name)
-    done = CliRunner().invoke(app, [*ARGUMENTS, "--dtype", "fp32"])
+    done = CliRunner().invoke(app, [*ARGUMENTS, *options], env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
-    facts: dict[str, Any] = json.loads(done.stdout)
-    return facts
+    return done
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_is_faster_is_written_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = run(name, monkeypatch)
+    facts = json.loads(run(name, monkeypatch, "--json").stdout)
     rejected = {t["changes"]: t["rejected"] for t in facts["trials"]}
     assert rejected == {
         "default": "",
@@ -103,9 +114,21 @@ def test_wrong_candidates_are_reported_and_not_written(monkeypatch: pytest.Monke
         return compare(problem, engine, **options)
 
     monkeypatch.setattr(tuning, "compare", wrong)
-    facts = run("one_pass", monkeypatch)
+    facts = json.loads(run("one_pass", monkeypatch, "--json").stdout)
     rejected = {t["changes"]: t["rejected"] for t in facts["trials"]}
     assert rejected["block_v=32"].startswith("wrong: one_pass")
     assert rejected["block_v=32"].endswith("tokens[0, 0]: expected 3, got 4")
     assert facts["written"] is None
     assert not cache_file().exists()
+
+
+def test_tables_and_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "the interpreter")
+    shown = run("per_step", monkeypatch).output
+    assert "per_step, V=70 r=16 S=1 float32 T=1, the interpreter" in shown
+    assert "does not run: out of resource: shared memory" in shown
+    assert "50.0%" in shown
+    before = cache_file().read_text()
+    monkeypatch.setattr(tuning, "coordinates_of", lambda config, amd: ())
+    assert "Nothing is faster by 2%: nothing written." in run("per_step", monkeypatch).output
+    assert cache_file().read_text() == before

@@ -42,7 +42,8 @@ def tune(
 
     Each candidate is checked against the reference before it is timed. What is faster by more than
     2 % goes into a file of the user's cache, and samplers of the same shape take it from there
-    (FUSED_MARKOV_TUNED=0 ignores it). Run it on an idle GPU; it takes some minutes.
+    (FUSED_MARKOV_TUNED=0 ignores it). Exits with 1 where nothing runs for some number of rows. Run
+    it on an idle GPU; every candidate is compiled, which takes some minutes for each range of rows.
     """
     if len(parse_temperatures("--temperature", temperature)) != 1:
         raise ArgumentError("--temperature", "one number or 'greedy'", repr(temperature))
@@ -60,22 +61,23 @@ def tune(
             trials.append(trial_facts(bucket, trial))
             console.print(_line(trials[-1]), highlight=False)
 
-        configs = tuning.built_in(engine)
-        found = list(tuning.tune(configs, shape, show))
-    chosen = [outcome_facts(bucket, outcome) for bucket, outcome in found]
-    path = None
-    if any(facts["gain"] for facts in chosen):
-        measured = {"temperature": temperature, "torch": torch.__version__, "buckets": chosen}
-        path = store(tuning.key_for(engine, shape), tuning.tuned(configs, found), measured)
+        configs, found, chosen, path = tuning.built_in(engine), [], [], None
+        for bucket, outcome in tuning.tune(configs, shape, show):
+            found.append((bucket, outcome))
+            chosen.append(outcome_facts(bucket, outcome))
+            if chosen[-1]["gain"]:  # at once: who stops here keeps what there is
+                facts = {"temperature": temperature, "torch": torch.__version__}
+                best = tuning.tuned(configs, found)
+                path = store(tuning.key_for(engine, shape), best, {**facts, "buckets": chosen})
     if as_json:
         written = None if path is None else str(path)
-        facts = {"engine": engine, "trials": trials, "chosen": chosen, "written": written}
-        print(json.dumps(facts, indent=2))
-        return
-    console.print(trials_table(trials, _title(engine, shape)))
-    console.print(chosen_table(chosen))
-    least = f"{LEAST_GAIN:.0%}"
-    console.print(f"Written: {path}" if path else f"Nothing is faster by {least}: nothing written.")
+        result = {"engine": engine, "trials": trials, "chosen": chosen, "written": written}
+        print(json.dumps(result, indent=2))
+    else:
+        console.print(trials_table(trials, _title(engine, shape)))
+        console.print(chosen_table(chosen))
+        nothing = f"Nothing is faster by {LEAST_GAIN:.0%}: nothing written."
+        console.print(f"Written: {path}" if path else nothing)
     if any(facts["us"] is None for facts in chosen):
         raise typer.Exit(1)
 
