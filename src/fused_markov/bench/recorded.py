@@ -24,8 +24,9 @@ PROMPTS = REPOSITORY / "benchmarks" / "prompts.json"
 GREEDY = "greedy"
 MAX_TOKENS = 128  # of an answer
 
-# Problems a line, so that their mean number of passes is one of many draft steps.
-PROBLEMS = 8
+# Problems a line, so that their mean number of passes is one of many draft steps: as many as there
+# are rounds for, within these limits.
+LEAST_PROBLEMS, MOST_PROBLEMS = 8, 64
 
 
 def load_prompts() -> list[str]:
@@ -65,17 +66,21 @@ class Recorder:
             successors=head.successors,
         )
 
-    def problems(self, rows: int, temperature: str, count: int = PROBLEMS) -> list[Problem]:
-        """``count`` problems of ``rows`` rows each; rounds are used again where there are too few.
+    def problems(self, rows: int, temperature: str, count: int | None = None) -> list[Problem]:
+        """Problems of ``rows`` rows each; rounds are used again where there are too few.
 
         Args:
+            rows: R.
             temperature: at which the pair decodes: a number, or ``"greedy"``: 0, and the drafts are
                 sampled without a temperature tensor.
+            count: of problems; ``None``: what the rounds suffice for, within limits.
         """
         value = 0.0 if temperature == GREEDY else float(temperature)
         if value not in self._recorded:
             self._recorded[value] = self._record(value)
         rounds = self._recorded[value]
+        if count is None:
+            count = max(LEAST_PROBLEMS, min(len(rounds) // rows, MOST_PROBLEMS))
         return [
             self._stack(
                 [rounds[(k * rows + i) % len(rounds)] for i in range(rows)],
