@@ -9,6 +9,7 @@ from fused_markov.errors import (
     FusedMarkovError,
 )
 from fused_markov.head import MarkovHead
+from fused_markov.quantize import quantize_head
 from fused_markov.sampler import DraftSampler
 
 __version__ = "0.1.0"
@@ -22,5 +23,6 @@ __all__ = [
     "EngineUnavailableError",
     "FusedMarkovError",
     "MarkovHead",
+    "quantize_head",
     "reference",
 ]

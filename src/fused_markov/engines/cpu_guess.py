@@ -160,7 +160,7 @@ class Candidates:
     def _best(self, prev: Tensor, row: Tensor, step: int) -> Tensor:
         head = self._head
         index, base, g = self._candidates(prev, row, step)
-        w2 = head.w2.index_select(0, index.flatten()).float().view(*index.shape, -1)
+        w2 = head.weights.dequantized(index.flatten()).view(*index.shape, -1)
         bias = torch.bmm(w2, head.w1.index_select(0, prev).float().unsqueeze(2)).squeeze(2)
         # Rounded as the logits will be: they tie, or lose, by their last place.
         logits = (base + head.transform(bias.to(head.dtype))).to(self._dtype)
@@ -197,7 +197,7 @@ class Candidates:
         no number.
         """
         head, base = self._head, self._logits[row, step, place]
-        w1, w2 = head.w1[prev].float(), head.w2[place].float()
+        w1, w2 = head.w1[prev].float(), head.weights.dequantized(place)
         products = w1 * w2
         bias = head.transform(products.sum(dim=1).to(head.dtype))
         temp, g = self._temp[row, step], self._noise(row, step, place.unsqueeze(1)).squeeze(1)
