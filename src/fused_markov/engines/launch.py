@@ -17,6 +17,7 @@ from fused_markov.engines.amd import processor_of, read_report, unsized
 from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Shape
+from fused_markov.weights import NVFP4
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MAX_RANK = 1024
@@ -92,31 +93,43 @@ def resident_programs(kernel: Any, num_warps: int, device: torch.device) -> int:
 
 
 def block_v(configured: int, head: MarkovHead) -> int:
-    """Candidates a tile, where the configured number is for rows of W2 of up to 512 bytes."""
-    row_bytes = int(triton.next_power_of_2(head.rank)) * head.w2.element_size()
+    """Candidates a tile, where the configured number is for rows of W2 of up to 512 bytes.
+
+    Rows in fewer bits count as what they become: that is what takes registers.
+    """
+    row_bytes = int(triton.next_power_of_2(head.rank)) * head.dtype.itemsize
     return max(16, configured * 512 // max(row_bytes, 512))
 
 
 def block_k(head: MarkovHead, chip: Chip) -> int:
     """Part of the rank that a check multiplies at a time: all of it where that fits on chip."""
     whole = int(triton.next_power_of_2(head.rank))
-    if head.w2.element_size() == 2 and whole * 2 <= chip.row_bytes:
-        return max(16, whole)
+    if head.dtype.itemsize == 2 and whole * 2 <= chip.row_bytes:
+        return max(least_piece(head), whole)
     return piece_of_rank(head)
 
 
 def piece_of_rank(head: MarkovHead) -> int:
-    """Part of the rank that a loop multiplies at a time; a matrix unit takes 16 at the least."""
-    return min(64, max(16, int(triton.next_power_of_2(head.rank))))
+    """Part of the rank that a loop multiplies at a time; one scale is for all of it."""
+    piece = min(64, max(least_piece(head), int(triton.next_power_of_2(head.rank))))
+    return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
+
+
+def least_piece(head: MarkovHead) -> int:
+    """A matrix unit takes 16 at the least; NVFP4's even and odd neighbours are multiplied apart."""
+    return 32 if head.weights.format == NVFP4 else 16
 
 
 @dataclass(frozen=True)
 class HeadData:
-    """What the kernels read of a head beside its weights."""
+    """What the kernels read of a head beside W1."""
 
     id_map: Tensor
     holes: Tensor
     keys: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    w2_groups: Tensor
 
 
 def head_data(head: MarkovHead) -> HeadData:
@@ -124,11 +137,21 @@ def head_data(head: MarkovHead) -> HeadData:
     if head.id_map is None:
         none = torch.zeros(1, dtype=torch.int64, device=head.device)
         keys = noise.token_keys(torch.arange(head.draft_vocab, device=head.device))
-        return HeadData(none, none.to(torch.int32), keys)
+        return HeadData(none, none.to(torch.int32), keys, *_stored(head, keys))
     unmapped = torch.ones(head.vocab_size, dtype=torch.bool, device=head.device)
     unmapped[head.id_map] = False
     holes = unmapped.nonzero().squeeze(1).to(torch.int32)
-    return HeadData(head.id_map.contiguous(), holes, noise.token_keys(head.id_map))
+    keys = noise.token_keys(head.id_map)
+    return HeadData(head.id_map.contiguous(), holes, keys, *_stored(head, keys))
+
+
+def _stored(head: MarkovHead, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W2, its scales and NVFP4's, as pointers of types that every chip has."""
+    weights = head.weights
+    if weights.scale is None:
+        return weights.data, unused, unused
+    groups = unused if weights.groups is None else weights.groups.view(torch.int8)
+    return weights.data.view(torch.int8), weights.scale, groups
 
 
 def make_inputs(
@@ -151,7 +174,7 @@ def make_inputs(
         fill_from, num_holes = head.vocab_size, data.holes.shape[0]
     return Inputs(
         w1=head.w1,
-        w2=head.w2,
+        w2=data.w2,
         id_map=data.id_map,
         holes=data.holes,
         keys=data.keys,
@@ -187,6 +210,8 @@ def make_inputs(
         fill_from=fill_from,
         scale=head.scale,
         soft_cap=head.soft_cap or 1.0,
+        w2_scale=data.w2_scale,
+        w2_groups=data.w2_groups,
     )
 
 
@@ -225,5 +250,9 @@ def make_shape(
         LOGIT=DTYPES[torch.promote_types(batch.base_logits.dtype, head.dtype)],
         CACHE=DTYPES[logits_dtype(head, batch, cache)],
         PASSES=2 * batch.steps,
+        FORMAT=head.weights.format,
+        SCALE_ROWS=0 if head.weights.block[0] == head.weights.rows else head.weights.block[0],
+        SCALE_RANK=head.weights.block[1] if head.weights.parts > 1 else 0,
+        SCALE_PARTS=head.weights.parts,
         **tiles,
     )

@@ -7,7 +7,7 @@ class Inputs(NamedTuple):
     """One decode step. R rows, S draft steps, V candidates, strides in elements."""
 
     w1: Any  # [w1_rows, rank] Markov embedding by target id
-    w2: Any  # [w2_rows, rank] Markov bias, one row a candidate
+    w2: Any  # [w2_rows, rank] Markov bias, one row a candidate; int8 codes where FORMAT says so
     id_map: Any  # [V] int64 target id of each candidate (MAPPED)
     keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids
     successors: Any  # [vocab_size, SUCCESSORS] int32 candidates that stand out after a token
@@ -43,6 +43,8 @@ class Inputs(NamedTuple):
     fill_from: Any  # first of the cache columns past the vocabulary
     scale: Any
     soft_cap: Any
+    w2_scale: Any  # [row blocks, SCALE_PARTS] fp32 scales of a W2 in fewer bits
+    w2_groups: Any  # [w2_rows, rank / 16] int8 codes of NVFP4's e4m3 scales
 
 
 class Scratch(NamedTuple):
@@ -97,7 +99,7 @@ class Shape(NamedTuple):
     EVEN: bool  # V is a multiple of BLOCK_V
     PTX: bool  # NVIDIA's instructions are understood
     ALIGNED: bool  # V and the rows of base and cache are multiples of 8 elements
-    WEIGHT: Any  # dtype of w2
+    WEIGHT: Any  # dtype of w1, and of w2 unless it is in fewer bits
     LOGIT: Any  # dtype of base + bias
     CACHE: Any  # dtype logits are kept in
     PASSES: int  # most passes a launch can need
@@ -118,3 +120,8 @@ class Shape(NamedTuple):
     SUCCESSORS_P2: int = 0  # so, rounded up to a power of two
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight
+    # how W2 is stored
+    FORMAT: str = "plain"  # or "fp8", "int8", "nvfp4"
+    SCALE_ROWS: int = 1  # candidates that share a scale; 0: all
+    SCALE_RANK: int = 0  # part of the rank that shares one
+    SCALE_PARTS: int = 1  # such parts

@@ -18,6 +18,7 @@ from fused_markov.kernels.rows import (
     load_slot,
     target_id,
 )
+from fused_markov.kernels.weights import stored_product
 
 
 @triton.jit
@@ -80,7 +81,10 @@ def best_of(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     tid = target_id(io, v, inside, cfg)
     at = base_offset(io, m // cfg.STEPS, m % cfg.STEPS, cfg)
     base = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
-    acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
+    if cfg.FORMAT == "plain":
+        acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
+    else:
+        acc = stored_product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
     x = finish_logits(acc, base[None, :], io.scale, io.soft_cap, cfg)
     if cfg.NOISE:
         z = scores(x, temp, gumbel(state, state64, tid, cfg.FP64)[None, :], cfg.FP64)

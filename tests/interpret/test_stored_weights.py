@@ -1,0 +1,131 @@
+"""W2 in fewer bits under Triton's interpreter: every format, against the reference loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from test_kernels import ENGINES, Case, check, engine_of, problem_of, run
+
+import fused_markov as fm
+from fused_markov.kernels import weights as kernels
+from fused_markov.quantize import BLOCKS
+from fused_markov.successors import find_successors
+from fused_markov.weights import StoredWeights, stored_weights
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+
+DTYPES = (torch.float16, torch.float32)
+CASES = (
+    Case("T=1, odd vocabulary", (2, 3, 301, 32)),
+    Case("greedy, no cache", (2, 3, 304, 64), {"temperature": "greedy"}, cached=False),
+    Case("mixed temperatures", (4, 2, 300, 32), {"temperature": "mixed", "bias_std": 6.0}),
+    Case("reduced, target-wide", (2, 2, 300, 16), {"draft_vocab": 101, "temperature": "mixed"}),
+    Case("rank 48, scale", (2, 2, 131, 48), {"scale": 0.5, "slots": "padded"}),
+    Case("strong head", (2, 4, 700, 32), {"bias_std": 30.0, "base_std": 0.5}, passes=2),
+)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("weights", BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_reference(name: str, weights: str, dtype: torch.dtype, case: Case) -> None:
+    options = {"dtype": dtype, "weights": weights, **case.options}
+    got = check(name, problem_of(replace(case, options=options)), case)
+    # Whether a strong head's guess fails is a matter of its weights, which the format decides.
+    assert got.passes >= 1
+
+
+# Blocks of other sizes than make_problem's, where a rank has several: scales of 2**-2 to 2**3.
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", [(1, 16), (128, 32), (128, 64), (300, 96), (7, 32)], ids=str)
+def test_blocks(name: str, dtype: torch.dtype, block: tuple[int, int]) -> None:
+    case = Case("", (2, 3, 300, 96), {"dtype": dtype, "temperature": "mixed"})
+    problem = problem_of(case)
+    gen = torch.Generator().manual_seed(1)
+    codes = torch.randint(-15, 16, (300, 96), generator=gen).float()
+    shape = [-(-n // size) for n, size in zip((300, 96), block, strict=True)]
+    scale = 2.0 ** torch.randint(-5, 0, shape, generator=gen)
+    for data in (codes.to(torch.float8_e4m3fn), codes.to(torch.int8)):
+        head = fm.MarkovHead(problem.head.w1, data, w2_scale=scale, w2_block=block)
+        check(name, replace(problem, head=head), case)
+
+
+@pytest.mark.parametrize("weights", BLOCKS)
+def test_chains(weights: str) -> None:
+    options = {"bias_std": 30.0, "base_std": 0.5, "weights": weights, "temperature": "mixed"}
+    case = Case("", (3, 3, 400, 32), options)
+    problem = problem_of(case)
+    problem.head.successors = find_successors(problem.head, 20)
+    assert check("one_pass", problem, case).passes == 1
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("weights", BLOCKS)
+def test_configurations_agree(name: str, weights: str) -> None:
+    """Tiles of 16 and of 64 rows multiply the other way round."""
+    options = {"temperature": "mixed", "bias_std": 4.0, "weights": weights}
+    problem = problem_of(Case("", (2, 3, 260, 32), options))
+    (a, a_cache), (b, b_cache) = (
+        run(engine_of(name, problem.head, 2, 3, config=i), problem, True) for i in range(2)
+    )
+    assert torch.equal(a.tokens, b.tokens)
+    assert torch.equal(a_cache, b_cache)
+
+
+@triton.jit
+def decode(codes, groups, out, kind: tl.constexpr, cfg: tl.constexpr):
+    i = tl.arange(0, 256)
+    x = tl.load(codes + i)
+    if kind == "fp8":
+        tl.store(out + i, kernels.e4m3(x, cfg.WEIGHT, cfg.PTX))
+    elif kind == "int8":
+        tl.store(out + i, kernels.int8(x, cfg.WEIGHT, cfg.PTX))
+    else:
+        j = tl.arange(0, 32)
+        low, high = kernels.nvfp4(
+            tl.reshape(x, [1, 256]),
+            tl.reshape(tl.load(groups + j), [1, 32]),
+            cfg.WEIGHT,
+            cfg.PTX,
+        )
+        tl.store(out + 2 * i, tl.reshape(low, [256]))
+        tl.store(out + 2 * i + 1, tl.reshape(high, [256]))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "nvfp4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code(kind: str, dtype: torch.dtype) -> None:
+    """All 256 codes, subnormal ones among them, are what PyTorch says; NVFP4 under all scales."""
+    cfg: Any = SimpleNamespace(WEIGHT={torch.float16: tl.float16}.get(dtype, tl.float32), PTX=False)
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.int8)
+    for first in range(0, 0x7F, 32) if kind == "nvfp4" else [0]:
+        groups = torch.arange(first, first + 32, dtype=torch.uint8).clamp(max=0x7E)
+        out = torch.full((512 if kind == "nvfp4" else 256,), torch.nan, dtype=dtype)
+        decode[(1,)](codes, groups.view(torch.int8), out, kind, cfg)
+        want = expected(kind, codes, groups)
+        number = ~want.isnan()  # e4m3's two not-a-numbers never get this far
+        assert torch.equal(out[number], want[number].to(dtype))
+        assert torch.equal(want[number].to(dtype).float(), want[number])
+
+
+def expected(kind: str, codes: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    if kind == "int8":
+        return codes.float()
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    packed = codes.view(torch.uint8).view(1, 256)
+    scales = groups.view(torch.float8_e4m3fn).view(1, 32)
+    stored: StoredWeights = stored_weights(packed, scales, global_scale=1.0)
+    return stored.values(slice(0, 1)).flatten()
