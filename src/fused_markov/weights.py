@@ -159,9 +159,7 @@ def stored_weights(
         return _nvfp4(w2, scale, block, global_scale)
     _none_given(w2, w2_global_scale=global_scale)
     if scale is None:
-        raise ArgumentError(
-            "w2_scale", f"scales [w2_rows] or of blocks beside {w2.dtype} weights", "None"
-        )
+        raise ArgumentError("w2", _EXPECTED, f"{w2.dtype} without w2_scale", "give the scales too")
     return _in_blocks(_FORMATS[w2.dtype], w2, scale, block)
 
 

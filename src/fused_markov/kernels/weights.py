@@ -18,18 +18,18 @@ SHORT = tl.constexpr(256.0)
 
 @triton.jit
 def _exact(x, dtype: tl.constexpr):
-    """fp32 numbers of at most 8 significant bits in ``dtype``."""
+    """Numbers of at most 8 significant bits in ``dtype``."""
     if dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True) >> 16
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True) >> 16
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
 
 
 @triton.jit
-def _e4m3_to_fp32(codes):
+def _e4m3_as_fp16(codes):
     bits = (codes.to(tl.int16) << 7) & -16512  # sign and magnitude in fp16's places, 0xBF80
-    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return bits.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def e4m3(codes, dtype: tl.constexpr, PTX: tl.constexpr):
             mul.f16x2 $0, a, scale; mul.f16x2 $1, b, scale; }"""
         return tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], tl.float16, True, 4)
     else:
-        return _exact(_e4m3_to_fp32(codes), dtype)
+        return _exact(_e4m3_as_fp16(codes), dtype)
 
 
 @triton.jit
@@ -80,9 +80,9 @@ def int8(codes, dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _e2m1_to_fp32(nibble):
+def _e2m1_as_fp16(nibble):
     bits = ((nibble & 8) << 12) | ((nibble & 7) << 9)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    return bits.to(tl.float16, bitcast=True) * 16384.0
 
 
 @triton.jit
@@ -126,17 +126,18 @@ def nvfp4(codes, groups, dtype: tl.constexpr, PTX: tl.constexpr):
     """Even and odd values [n, k / 2] of packed ``codes`` [n, k / 2] with e4m3 codes ``groups``
     [n, k / 16]; `SHORT` times too small where `is_short`.
     """
-    scale = _e4m3_to_fp32(groups)
+    scale = _e4m3_as_fp16(groups)
     if PTX and dtype != tl.float32:
         low, high = _nibbles_as_floats(codes, dtype)
         if dtype == tl.bfloat16:
-            scale = (scale * 2.0**118).to(dtype)
+            scale = (scale.to(tl.float32) * 2.0**118).to(dtype)
         else:
-            scale = (scale * 64.0).to(dtype)
+            scale = scale * 64.0
         return _times(low, scale), _times(high, scale)
     else:
-        nibbles = codes.to(tl.int32)
-        low, high = _e2m1_to_fp32(nibbles), _e2m1_to_fp32(nibbles >> 4)
+        # Of fp16's eleven bits a product takes six.
+        nibbles = codes.to(tl.int16)
+        low, high = _e2m1_as_fp16(nibbles), _e2m1_as_fp16(nibbles >> 4)
         return _exact(_times(low, scale), dtype), _exact(_times(high, scale), dtype)
 
 
@@ -193,8 +194,9 @@ def embed_of(io, prev, live, cfg: tl.constexpr):
     row = prev[:, None] * cfg.RANK
     if cfg.SCALE_PARTS > 1:
         k = tl.arange(0, cfg.SCALE_RANK)
+        count: tl.constexpr = cfg.SCALE_PARTS
         parts = ()
-        for b in tl.static_range(cfg.SCALE_PARTS):
+        for b in tl.static_range(count):
             inside = live[:, None] & (b * cfg.SCALE_RANK + k < cfg.RANK)[None, :]
             at = io.w1 + row + b * cfg.SCALE_RANK + k[None, :]
             parts = parts + (tl.load(at, mask=inside, other=0.0),)  # noqa: RUF005
@@ -229,9 +231,9 @@ def bias_of(io, embed, tile, in_vocab, cfg: tl.constexpr):
     v = tile * cfg.BLOCK_V + lane
     first = tile.to(tl.int64) * cfg.BLOCK_V
     if TURNED:
-        acc = tl.zeros([cfg.BLOCK_V, cfg.BLOCK_M], tl.float32)
+        acc = tl.full([cfg.BLOCK_V, cfg.BLOCK_M], 0.0, tl.float32)
     else:
-        acc = tl.zeros([cfg.BLOCK_M, cfg.BLOCK_V], tl.float32)
+        acc = tl.full([cfg.BLOCK_M, cfg.BLOCK_V], 0.0, tl.float32)
     if cfg.FORMAT == "nvfp4":
         at = io.w2 + first * (cfg.RANK // 2)
         groups_at = io.w2_groups + first * (cfg.RANK // GROUP)
@@ -241,7 +243,8 @@ def bias_of(io, embed, tile, in_vocab, cfg: tl.constexpr):
     else:
         at = io.w2 + first * cfg.RANK
         width: tl.constexpr = cfg.SCALE_RANK if cfg.SCALE_PARTS > 1 else cfg.BLOCK_K
-        for b in tl.static_range(cfg.SCALE_PARTS):
+        count: tl.constexpr = cfg.SCALE_PARTS
+        for b in tl.static_range(count):
             codes = _codes(at, lane, in_vocab, b * width, width, cfg.RANK)
             part = _add(0.0 * acc, embed[b], _numbers(codes, cfg), TURNED)
             factor = _factor(io, v, in_vocab, b, cfg)
