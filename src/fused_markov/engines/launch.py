@@ -130,6 +130,7 @@ class HeadData:
     w2: Tensor
     w2_scale: Tensor
     w2_groups: Tensor
+    w2_words: Tensor
 
 
 def head_data(head: MarkovHead) -> HeadData:
@@ -145,13 +146,41 @@ def head_data(head: MarkovHead) -> HeadData:
     return HeadData(head.id_map.contiguous(), holes, keys, *_stored(head, keys))
 
 
-def _stored(head: MarkovHead, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _stored(head: MarkovHead, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """W2, its scales and NVFP4's, as pointers of types that every chip has."""
     weights = head.weights
     if weights.scale is None:
-        return weights.data, unused, unused
+        return weights.data, unused, unused, unused
     groups = unused if weights.groups is None else weights.groups.view(torch.int8)
-    return weights.data.view(torch.int8), weights.scale, groups
+    words = weights.data.view(torch.int32) if _whole_words(weights.data) else unused
+    return weights.data.view(torch.int8), weights.scale, groups, words
+
+
+def _whole_words(codes: Tensor) -> bool:
+    return codes.shape[1] % 4 == 0 and codes.data_ptr() % 4 == 0 and codes.storage_offset() % 4 == 0
+
+
+def per_word(head: MarkovHead, chip: Chip, block_m: int, block_k: int) -> int:
+    """Values in a word, where a check decodes words; 0: it decodes bytes.
+
+    Words are for few rows, whose products take W2 out of registers (see `check._bias`), on NVIDIA's
+    GPUs; the interpreter follows. A matrix unit takes 16 of each part of the rank at the least.
+    """
+    weights = head.weights
+    count = 8 if weights.format == NVFP4 else 4
+    width = head.rank // weights.parts
+    fits = (
+        weights.quantized
+        and (chip.ptx or triton.knobs.runtime.interpret)
+        and block_m < 64
+        and block_k == head.rank
+        and width * weights.parts == head.rank
+        and (weights.parts == 1 or width == weights.block[1])
+        and width >= 16 * count
+        and head.dtype.itemsize == 2
+        and _whole_words(weights.data)
+    )
+    return count if fits else 0
 
 
 def make_inputs(
@@ -212,6 +241,7 @@ def make_inputs(
         soft_cap=head.soft_cap or 1.0,
         w2_scale=data.w2_scale,
         w2_groups=data.w2_groups,
+        w2_words=data.w2_words,
     )
 
 
@@ -254,5 +284,6 @@ def make_shape(
         SCALE_ROWS=0 if head.weights.block[0] == head.weights.rows else head.weights.block[0],
         SCALE_RANK=head.weights.block[1] if head.weights.parts > 1 else 0,
         SCALE_PARTS=head.weights.parts,
+        PER_WORD=per_word(head, chip, tiles["BLOCK_M"], tiles["BLOCK_K"]),
         **tiles,
     )

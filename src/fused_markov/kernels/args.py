@@ -45,6 +45,7 @@ class Inputs(NamedTuple):
     soft_cap: Any
     w2_scale: Any  # [row blocks, SCALE_PARTS] fp32 scales of a W2 in fewer bits
     w2_groups: Any  # [w2_rows, rank / 16] int8 codes of NVFP4's e4m3 scales
+    w2_words: Any  # w2's codes as int32 (PER_WORD)
 
 
 class Scratch(NamedTuple):
@@ -125,3 +126,4 @@ class Shape(NamedTuple):
     SCALE_ROWS: int = 1  # candidates that share a scale; 0: all
     SCALE_RANK: int = 0  # part of the rank that shares one
     SCALE_PARTS: int = 1  # such parts
+    PER_WORD: int = 0  # values in 32 bits, where a check takes words apart; 0: it takes bytes
