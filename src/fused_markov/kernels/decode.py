@@ -106,17 +106,22 @@ def _e4m3_as_fp16(codes):
 
 
 @triton.jit
-def _two_results(asm: tl.constexpr, codes, dtype: tl.constexpr):
-    return tl.inline_asm_elementwise(asm, "=&r,=&r,r", [codes], dtype, True, 4)
+def _bf16_of_bytes(asm: tl.constexpr, codes):
+    return tl.inline_asm_elementwise(asm, "=&r,=&r,r", [codes], tl.bfloat16, True, 4)
+
+
+@triton.jit
+def _fp16_of_bytes(asm: tl.constexpr, codes):
+    return tl.inline_asm_elementwise(asm, "=&r,=&r,r", [codes], tl.float16, True, 4)
 
 
 @triton.jit
 def e4m3(codes, dtype: tl.constexpr, PTX: tl.constexpr):
     """Numbers in ``dtype`` of int8 codes; not-a-number reads as 480."""
     if PTX and dtype == tl.bfloat16:
-        return _two_results(E4M3_BYTES_BF16, codes, dtype)
+        return _bf16_of_bytes(E4M3_BYTES_BF16, codes)
     elif PTX and dtype == tl.float16:
-        return _two_results(E4M3_BYTES_FP16, codes, dtype)
+        return _fp16_of_bytes(E4M3_BYTES_FP16, codes)
     else:
         return _exact(_e4m3_as_fp16(codes), dtype)
 
@@ -125,9 +130,9 @@ def e4m3(codes, dtype: tl.constexpr, PTX: tl.constexpr):
 def int8(codes, dtype: tl.constexpr, PTX: tl.constexpr):
     """Numbers in ``dtype`` of int8 codes."""
     if PTX and dtype == tl.bfloat16:
-        return _two_results(INT8_BYTES_BF16, codes, dtype)
+        return _bf16_of_bytes(INT8_BYTES_BF16, codes)
     elif PTX and dtype == tl.float16:
-        return _two_results(INT8_BYTES_FP16, codes, dtype)
+        return _fp16_of_bytes(INT8_BYTES_FP16, codes)
     else:
         return _exact(codes.to(tl.float32), dtype)
 
