@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -375,3 +376,59 @@ def test_stored_weights_bring_their_scales() -> None:
     assert MarkovHead(W1, stored).w2 is stored.data
     with pytest.raises(ArgumentError, match="StoredWeights"):
         MarkovHead(W1, stored, w2_scale=torch.ones(256))
+
+
+# Where heads come from and go to
+
+
+@every_format
+def test_operator(weights: str) -> None:
+    import fused_markov.ops  # noqa: F401
+
+    problem = make_problem(2, 3, 301, 256, weights=weights, exact_sums=True, temperature="mixed")
+    head, batch = problem.head, problem.batch
+    stored, caches = head.weights, (problem.new_cache(), problem.new_cache())
+    assert stored.scale is not None
+    options: dict[str, Any] = {"w2_scale": stored.scale, "w2_block": list(stored.block)}
+    if stored.groups is not None:
+        options = {"w2_scale": stored.groups, "w2_global_scale": stored.scale[0, 0]}
+    tokens, nonfinite, _ = torch.ops.fused_markov.sample(
+        head.w1,
+        head.w2,
+        batch.base_logits,
+        batch.anchors,
+        batch.positions,
+        batch.temperature,
+        batch.seeds,
+        logits_cache=caches[0],
+        **options,
+    )
+    want = reference.sample(head, batch, caches[1])
+    assert torch.equal(tokens, want.tokens)
+    assert torch.equal(nonfinite, want.nonfinite)
+    assert torch.equal(caches[0], caches[1])
+
+
+def test_a_problem_in_memory_of_its_own() -> None:
+    for weights in BLOCKS:
+        problem = make_problem(1, 2, 80, 32, weights=weights, draft_vocab=40)
+        twin = problem.clone()
+        ours, theirs = problem.head.weights, twin.head.weights
+        for a, b in zip(ours.tensors(), theirs.tensors(), strict=True):
+            assert a.data_ptr() != b.data_ptr()
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_vllm_keeps_its_quantized_heads() -> None:
+    from fused_markov.integrations.vllm_step import why_not_model
+
+    method = type("ModelOptLinearMethod", (), {})()
+    w2 = SimpleNamespace(quant_method=method)
+    markov = SimpleNamespace(markov_w1=SimpleNamespace(), markov_w2=w2)
+    model = SimpleNamespace(
+        model=SimpleNamespace(markov_head=markov), logits_processor=SimpleNamespace()
+    )
+    reason = why_not_model(model)
+    assert reason is not None
+    assert "ModelOptLinearMethod" in reason
+    assert "kernel's own layout" in reason
