@@ -62,6 +62,24 @@ def test_blocks(name: str, block: tuple[int, int], rank: int) -> None:
     check(name, replace(problem, head=head), case)
 
 
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("rank", [96, 256], ids=["bytes", "words"])
+def test_infinite_embeddings_and_scales(name: str, rank: int) -> None:
+    """What is infinite in one part of the rank stays so beside the others."""
+    case = Case("", (4, 1, 130, rank), {"dtype": torch.float16, "temperature": "greedy"})
+    problem = problem_of(case)
+    w1 = problem.head.w1.clone()
+    anchors = problem.batch.anchors
+    w1[anchors[0], 1], w1[anchors[1], rank - 1] = torch.inf, -torch.inf
+    w1[anchors[2]] = torch.nan
+    codes = torch.ones(130, rank, dtype=torch.int8)
+    width = 32 if rank == 96 else 128
+    scale = torch.ones(130, rank // width)
+    scale[7, 0], scale[9, 1] = torch.nan, torch.inf
+    head = fm.MarkovHead(w1, codes, w2_scale=scale, w2_block=(1, width))
+    check(name, replace(problem, head=head), case)
+
+
 def test_which_go_in_words() -> None:
     """Else the tests above show nothing of them."""
     for weights, rank, count in (("fp8", 128, 4), ("int8", 64, 4), ("nvfp4", 128, 8)):

@@ -139,12 +139,12 @@ def bias_of(io, embed, tile, in_vocab, cfg: tl.constexpr):
                 x = nvfp4_of_words(words, groups, cfg.WEIGHT, cfg.PTX)
             else:
                 x = numbers_of_words(words, cfg.FORMAT == "fp8", cfg.WEIGHT, cfg.PTX)
-            part = 0.0 * acc
+            part = tl.zeros_like(acc)
             for j in tl.static_range(each):
                 part = _add(part, embed[b * each + j], x[j], TURNED)
             factor = _factor(io, v, in_vocab, b, cfg)
             factor = factor[:, None] if TURNED else factor[None, :]
-            acc = tl.fma(part, factor + 0.0 * acc, acc)
+            acc = tl.fma(part, tl.broadcast_to(factor, acc.shape), acc)
     elif cfg.FORMAT == "nvfp4":
         at = io.w2 + first * (cfg.RANK // 2)
         groups_at = io.w2_groups + first * (cfg.RANK // GROUP)
@@ -157,10 +157,10 @@ def bias_of(io, embed, tile, in_vocab, cfg: tl.constexpr):
         count: tl.constexpr = cfg.SCALE_PARTS
         for b in tl.static_range(count):
             codes = _codes(at, lane, in_vocab, b * width, width, cfg.RANK)
-            part = _add(0.0 * acc, embed[b], _numbers(codes, cfg), TURNED)
+            part = _add(tl.zeros_like(acc), embed[b], _numbers(codes, cfg), TURNED)
             factor = _factor(io, v, in_vocab, b, cfg)
             factor = factor[:, None] if TURNED else factor[None, :]
-            acc = tl.fma(part, factor + 0.0 * acc, acc)
+            acc = tl.fma(part, tl.broadcast_to(factor, acc.shape), acc)
     if TURNED:
         acc = tl.trans(acc)
     if cfg.FORMAT == "nvfp4" and cfg.PER_WORD == 0:
@@ -197,7 +197,7 @@ def stored_product(
             if cfg.SCALE_PARTS > 1:
                 part = _add(tl.zeros_like(acc), a, b, False)
                 factor = _factor(io, right, right_live, k0 // cfg.SCALE_RANK, cfg)[None, :]
-                acc = tl.fma(part, factor + 0.0 * part, acc)
+                acc = tl.fma(part, tl.broadcast_to(factor, acc.shape), acc)
             else:
                 acc = _add(acc, a, b, False)
     if cfg.SCALE_PARTS == 1:
