@@ -225,7 +225,7 @@ def why_not_model(model: Any) -> str | None:
     w1, w2 = weights.markov_w1, weights.markov_w2
     method = type(getattr(w2, "quant_method", None)).__name__
     if method not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
-        # ModelOpt's alone: vLLM's other quantizations leave a ParallelLMHead as it is.
+        # ModelOpt's, for one; vLLM's own fp8 leaves a ParallelLMHead as it is.
         return (
             f"a quantized Markov head ({method}): vLLM keeps its weights in a kernel's own layout, "
             "and plain ones beside them only for dspark_draft_topk"

@@ -24,7 +24,7 @@ GROUP = tl.constexpr(16)  # values of NVFP4 with one scale within the values
 
 @triton.jit
 def _codes(at, row, live, k0, WIDTH: tl.constexpr, TOTAL: tl.constexpr):
-    """int8 [n, WIDTH] from column ``k0`` of rows of ``TOTAL`` bytes; zeros outside."""
+    """[n, WIDTH] bytes or words from column ``k0`` of rows of ``TOTAL``; zeros outside."""
     k = k0 + tl.arange(0, WIDTH)
     mask = live[:, None]
     if TOTAL % WIDTH != 0:
