@@ -110,6 +110,15 @@ def piece_of_rank(head: MarkovHead) -> int:
     return min(64, max(16, int(triton.next_power_of_2(head.rank))))
 
 
+def piece_of_chain(head: MarkovHead) -> int:
+    """Part of the rank that a chain's step multiplies at a time: 256 bytes a row.
+
+    Half of that makes the passes' registers spill (61.9 to 71.1 us at one row with successors).
+    """
+    whole = max(16, int(triton.next_power_of_2(head.rank)))
+    return min(256 // head.w2.element_size(), whole)
+
+
 @dataclass(frozen=True)
 class HeadData:
     """What the kernels read of a head beside its weights."""

@@ -20,6 +20,7 @@ from fused_markov.engines.launch import (
     launch,
     make_shape,
     multiprocessors,
+    piece_of_chain,
     piece_of_rank,
     resident_programs,
 )
@@ -88,6 +89,7 @@ class OnePassEngine(TritonEngine):
             SUCCESSORS_P2=max(16, triton.next_power_of_2(successors)),
             LINK_K=piece_of_rank(self._head),
             LINK_STAGES=config.link_stages,
+            CHAIN_K=piece_of_chain(self._head),
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, self._head),
             BLOCK_K=block_k(self._head, self._chip),
@@ -105,7 +107,7 @@ class OnePassEngine(TritonEngine):
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
         launch(guess_kernel, guesses, io, scratch, shape, **self._options(config.guess_warps))
         link_options = self._options(config.link_warps)
-        if shape.SUCCESSORS:
+        if shape.SUCCESSORS or not config.predecessors:
             launch(chain_kernel, io.rows, io, scratch, shape, **link_options)
         else:
             links = row_steps * (CANDIDATES // config.predecessors)

@@ -118,3 +118,4 @@ class Shape(NamedTuple):
     SUCCESSORS_P2: int = 0  # so, rounded up to a power of two
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight
+    CHAIN_K: int = 0  # part of the rank that a chain's step multiplies at a time
