@@ -12,6 +12,7 @@ from fused_markov.head import MarkovHead
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+CACHE_CONVENTIONS = ("logits", "tempered")
 PADDING_TOKEN = 0
 
 
@@ -107,6 +108,7 @@ def check_inputs(
     tokens: Tensor | None = None,
     *,
     values: bool | None = None,
+    cache_convention: str = "logits",
 ) -> None:
     """Check one decode step's tensors against each other and the head.
 
@@ -114,6 +116,7 @@ def check_inputs(
         values: also look at the values of anchors, slots and temperatures. That synchronises with
             a GPU, so by default only CPU tensors are looked at; kernels clamp ids and slots, so a
             bad value there gives a wrong draft, never a fault.
+        cache_convention: what the cache is to hold, a name of `CACHE_CONVENTIONS`.
 
     Raises:
         ArgumentError: naming the argument, what was expected and what came.
@@ -140,7 +143,7 @@ def check_inputs(
         _indices("slots", batch.slots, shape, base, head)
     num_slots = _check_slot_tensors(head, batch)
     if cache is not None:
-        num_slots = min(num_slots, _check_cache(head, batch, cache))
+        num_slots = min(num_slots, _check_cache(head, batch, cache, cache_convention))
     if batch.slots is None and num_slots < rows:
         raise ArgumentError(
             "slots",
@@ -176,10 +179,24 @@ def _check_slot_tensors(head: MarkovHead, batch: DraftBatch) -> int:
     return batch.temperature.shape[0]
 
 
-def _check_cache(head: MarkovHead, batch: DraftBatch, cache: Tensor) -> int:
+def check_convention(cache_convention: str) -> None:
+    """An `ArgumentError` where there is no cache convention of that name."""
+    if cache_convention not in CACHE_CONVENTIONS:
+        names = " or ".join(map(repr, CACHE_CONVENTIONS))
+        raise ArgumentError("cache_convention", names, repr(cache_convention))
+
+
+def _check_cache(head: MarkovHead, batch: DraftBatch, cache: Tensor, convention: str) -> int:
     _dims("logits_cache", cache, 3)
     if cache.dtype not in LOGIT_DTYPES:
         raise ArgumentError("logits_cache", "fp32, bf16 or fp16", str(cache.dtype))
+    if convention == "tempered" and cache.dtype != torch.float32:
+        raise ArgumentError(
+            "logits_cache",
+            "fp32 for logits divided by temperature, or the token would not be the argmax of them",
+            str(cache.dtype),
+            "give an fp32 cache, or keep logits (cache_convention='logits')",
+        )
     if cache.shape[1] < batch.steps:
         raise ArgumentError(
             "logits_cache",

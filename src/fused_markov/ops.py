@@ -17,6 +17,7 @@ from torch import Tensor
 from fused_markov.batch import DraftBatch
 from fused_markov.errors import FusedMarkovError
 from fused_markov.head import MarkovHead
+from fused_markov.noise import STREAM
 from fused_markov.sampler import DraftSampler
 
 # Samplers kept. Each holds on to its weights, so an address that names some cannot name others.
@@ -55,6 +56,8 @@ def sample(
     scale: float = 1.0,
     soft_cap: float | None = None,
     fp64: bool = False,
+    noise_stream: str = STREAM,
+    cache_convention: str = "logits",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draft S tokens a row; the arguments are `MarkovHead`'s and `DraftBatch`'s.
 
@@ -67,6 +70,7 @@ def sample(
         id_map: ``[draft_vocab]`` target ids of a reduced vocabulary.
         vocab_size, scale, soft_cap: as in `MarkovHead`.
         fp64: fp64 instead of fp32 noise.
+        noise_stream, cache_convention: as in `DraftSampler`.
 
     Returns:
         tokens int64 ``[R, S]``, nonfinite bool ``[R, S]``, passes over ``w2`` int64 ``[]``.
@@ -79,7 +83,8 @@ def sample(
         FusedMarkovError: where a CUDA graph is being captured and there is no sampler yet.
     """
     head_args = (vocab_size, scale, soft_cap)
-    sampler = _sampler_for(w1, w2, id_map, head_args, base_logits.shape[:2], fp64)
+    names = (noise_stream, cache_convention)
+    sampler = _sampler_for(w1, w2, id_map, head_args, base_logits.shape[:2], fp64, names)
     batch = DraftBatch(base_logits, anchors, positions, temperature, seeds, slots)
     result = sampler.sample(batch, logits_cache)
     # An operator's results must be its own: these two are the sampler's scratch.
@@ -102,6 +107,8 @@ def _fake(
     scale: float = 1.0,
     soft_cap: float | None = None,
     fp64: bool = False,
+    noise_stream: str = STREAM,
+    cache_convention: str = "logits",
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = base_logits.shape[:2]
     return (
@@ -118,12 +125,13 @@ def _sampler_for(
     head_args: tuple[int | None, float, float | None],
     shape: torch.Size,
     fp64: bool,
+    names: tuple[str, str],
 ) -> DraftSampler:
     """The kept sampler for these weights and up to the next power of two rows, or a new one."""
     rows, steps = shape
     max_rows = max(LEAST_ROWS, 1 << (rows - 1).bit_length() if rows else 0)
     tensors = (w1, w2) if id_map is None else (w1, w2, id_map)
-    key = (*map(_identity, tensors), head_args, max_rows, steps, fp64)
+    key = (*map(_identity, tensors), head_args, max_rows, steps, fp64, names)
     with _lock:
         if key in _samplers:
             _samplers.move_to_end(key)
@@ -138,7 +146,15 @@ def _sampler_for(
             w1, w2, id_map=id_map, vocab_size=vocab_size, scale=scale, soft_cap=soft_cap
         )
         noise_dtype = torch.float64 if fp64 else torch.float32
-        sampler = DraftSampler(head, max_rows=max_rows, steps=steps, noise_dtype=noise_dtype)
+        noise_stream, cache_convention = names
+        sampler = DraftSampler(
+            head,
+            max_rows=max_rows,
+            steps=steps,
+            noise_dtype=noise_dtype,
+            noise_stream=noise_stream,
+            cache_convention=cache_convention,
+        )
         _samplers[key] = _Kept(sampler, tuple(t.detach() for t in tensors))
         if len(_samplers) > MAX_SAMPLERS:
             _samplers.popitem(last=False)

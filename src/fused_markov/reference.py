@@ -1,8 +1,9 @@
 """The sequential loop that every engine must equal: plain PyTorch, never optimised.
 
-The order of operations is that of vLLM 0.33's ``DSparkSpeculator._sample_sequential`` with its
-``gumbel_sample``; what that loop leaves to chance (NaN, padding, ties through an id map) is settled
-here as the library's contract says.
+The order of operations is that of vLLM's ``DSparkSpeculator._sample_sequential`` with its
+``gumbel_sample``, of 0.33 unless another stream and cache convention are named; what that loop
+leaves to chance (NaN, padding, ties through an id map) is settled here as the library's contract
+says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fused_markov.batch import (
     DraftBatch,
     DraftResult,
     cache_is_target_wide,
+    check_convention,
     check_inputs,
     logits_dtype,
 )
@@ -30,6 +32,8 @@ def sample(
     tokens: Tensor | None = None,
     *,
     noise_dtype: torch.dtype = torch.float32,
+    noise_stream: str = noise.STREAM,
+    cache_convention: str = "logits",
 ) -> DraftResult:
     """Draft S tokens a row, left to right.
 
@@ -42,11 +46,17 @@ def sample(
             candidate maps to get -inf.
         tokens: ``[R, S]`` int32/int64 to fill; a new int64 tensor otherwise.
         noise_dtype: float32 or float64 Gumbel noise.
+        noise_stream: a name of `fused_markov.noise.STREAMS`.
+        cache_convention: ``"logits"``: the cache holds them before temperature, as said;
+            ``"tempered"``: divided by it where it is not 0, in an fp32 cache, as vLLM 0.25 to 0.27
+            had it. The tokens are the same.
 
     Raises:
-        ArgumentError: where the inputs do not fit together.
+        ArgumentError: where the inputs do not fit together, or a name is unknown.
     """
-    check_inputs(head, batch, logits_cache, tokens)
+    noise.stream_of(noise_stream)
+    check_convention(cache_convention)
+    check_inputs(head, batch, logits_cache, tokens, cache_convention=cache_convention)
     rows, steps, device = batch.rows, batch.steps, head.device
     if tokens is None:
         tokens = torch.empty(rows, steps, dtype=torch.int64, device=device)
@@ -59,20 +69,22 @@ def sample(
         slot = slots[:, step].clamp_min(0)
         base = batch.base_logits[:, step, : head.draft_vocab]
         logits = (base + head.bias(prev)).to(logits_dtype(head, batch, logits_cache))
-        if logits_cache is not None:
-            _store(head, logits_cache, logits[live], slot[live], step)
-        scores = logits.to(noise_dtype)
+        kept, scores = logits, logits.to(noise_dtype)
         if batch.temperature is not None and batch.seeds is not None:
             temp = torch.where(live, batch.temperature[slot].float(), 0.0).unsqueeze(1)
-            tempered = (logits.float() / torch.where(temp == 0, 1.0, temp)).to(noise_dtype)
+            tempered = logits.float() / torch.where(temp == 0, 1.0, temp)
+            kept = tempered if cache_convention == "tempered" else logits
             g = noise.gumbel(
                 batch.seeds[slot].unsqueeze(1),
                 step,
                 batch.positions[:, step].unsqueeze(1),
                 ids,
                 noise_dtype,
+                noise_stream,
             )
-            scores = torch.where(temp == 0, scores, tempered + g)
+            scores = torch.where(temp == 0, scores, tempered.to(noise_dtype) + g)
+        if logits_cache is not None:
+            _store(head, logits_cache, kept[live], slot[live], step)
         prev, finite = pick(scores, ids)
         prev = torch.where(live, prev, PADDING_TOKEN)
         tokens[:, step] = prev.to(tokens.dtype)

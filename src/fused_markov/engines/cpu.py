@@ -22,6 +22,7 @@ from fused_markov.engines import Plan
 from fused_markov.engines.cpu_check import Best, Pairs
 from fused_markov.engines.cpu_guess import Candidates
 from fused_markov.engines.cpu_noise import NoiseGate
+from fused_markov.engines.cpu_philox import noise_gate
 from fused_markov.head import MarkovHead
 
 # Pairs whose logits are computed together: enough to use a block of W2 well while it is in the
@@ -36,7 +37,7 @@ class CpuEngine:
 
     def __init__(self, head: MarkovHead, plan: Plan) -> None:
         self._head, self._plan = head, plan
-        self._gate = NoiseGate(head, plan.noise_dtype)
+        self._gate = noise_gate(head, plan)
 
     @staticmethod
     def why_not(head: MarkovHead, plan: Plan) -> str | None:
@@ -56,7 +57,8 @@ class CpuEngine:
     def sample(
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
-        run = _Run(self._head, self._gate, batch, logits_cache)
+        tempered = self._plan.cache_convention == "tempered"
+        run = _Run(self._head, self._gate, batch, logits_cache, tempered)
         passes = run.finish()
         if tokens is None:
             tokens = run.token
@@ -79,8 +81,10 @@ class _Run:
         gate: NoiseGate,
         batch: DraftBatch,
         cache: Tensor | None,
+        tempered: bool = False,
     ) -> None:
         self._head, self._gate = head, gate
+        self._tempered = tempered and batch.temperature is not None
         self._batch, self._cache = batch, cache
         self._dtype = logits_dtype(head, batch, cache)
         # Whether the candidates' places in the cache are those of their target ids.
@@ -160,8 +164,8 @@ class _Run:
         for some in (blocks[i : i + count] for i in range(0, len(blocks), count)):
             for pairs, best in groups:
                 logits = self._logits(pairs, some)
-                self._store(pairs, logits, some[0][0], some[-1][1])
                 best.update(logits, some[0][0])
+                self._store(pairs, logits, some[0][0], some[-1][1])
                 del logits
         for pairs, best in groups:
             token, finite, sure = best.result()
@@ -234,6 +238,8 @@ class _Run:
 
     def _store(self, pairs: Pairs, logits: Tensor, low: int, high: int) -> None:
         cache, head = self._cache, self._head
+        if cache is not None and self._tempered:
+            logits.div_(torch.where(pairs.temp == 0, 1.0, pairs.temp).unsqueeze(1))
         if cache is None or pairs.cache is not None:
             return
         if head.id_map is not None and self._scattered:

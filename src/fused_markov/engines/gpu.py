@@ -34,7 +34,7 @@ class TritonEngine(ABC):
 
     def __init__(self, head: MarkovHead, plan: Plan) -> None:
         self._head, self._plan = head, plan
-        self._data = head_data(head)
+        self._data = head_data(head, plan.noise_stream)
         self._multiprocessors = multiprocessors(head.device)
         self._slots = torch.arange(plan.max_rows, device=head.device)
         size = plan.max_rows * plan.steps

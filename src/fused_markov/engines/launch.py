@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fused_markov import noise
 from fused_markov.batch import DraftBatch, cache_is_target_wide, logits_dtype
+from fused_markov.engines import Plan
 from fused_markov.engines.amd import processor_of, read_report, unsized
 from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
@@ -128,16 +129,16 @@ class HeadData:
     keys: Tensor
 
 
-def head_data(head: MarkovHead) -> HeadData:
-    """Id map (a dummy where there is none), unmapped target ids, and the candidates' hash keys."""
+def head_data(head: MarkovHead, stream: str = noise.STREAM) -> HeadData:
+    """Id map (a dummy where there is none), unmapped target ids, and the candidates' noise keys."""
     if head.id_map is None:
         none = torch.zeros(1, dtype=torch.int64, device=head.device)
-        keys = noise.token_keys(torch.arange(head.draft_vocab, device=head.device))
+        keys = noise.token_keys(torch.arange(head.draft_vocab, device=head.device), stream)
         return HeadData(none, none.to(torch.int32), keys)
     unmapped = torch.ones(head.vocab_size, dtype=torch.bool, device=head.device)
     unmapped[head.id_map] = False
     holes = unmapped.nonzero().squeeze(1).to(torch.int32)
-    return HeadData(head.id_map.contiguous(), holes, noise.token_keys(head.id_map))
+    return HeadData(head.id_map.contiguous(), holes, noise.token_keys(head.id_map, stream))
 
 
 def make_inputs(
@@ -208,9 +209,10 @@ def aligned(head: MarkovHead, batch: DraftBatch, cache: Tensor | None) -> bool:
 
 
 def make_shape(
-    head: MarkovHead, chip: Chip, batch: DraftBatch, cache: Tensor | None, fp64: bool, **tiles: Any
+    head: MarkovHead, chip: Chip, batch: DraftBatch, cache: Tensor | None, plan: Plan, **tiles: Any
 ) -> Shape:
     """What the compiler must know of a checked batch, with the engine's tile sizes."""
+    noisy = batch.temperature is not None
     wide = cache is not None and cache_is_target_wide(head, cache.shape[2])
     filled = cache is not None and cache.shape[2] > (
         head.draft_vocab if head.id_map is None or wide else cache.shape[2]
@@ -219,8 +221,8 @@ def make_shape(
         STEPS=batch.steps,
         STEPS_P2=triton.next_power_of_2(batch.steps),
         RANK=head.rank,
-        NOISE=batch.temperature is not None,
-        FP64=fp64 and batch.temperature is not None,
+        NOISE=noisy,
+        FP64=noisy and plan.noise_dtype == torch.float64,
         CACHED=cache is not None,
         MAPPED=head.id_map is not None,
         TARGET_WIDE=wide,
@@ -234,5 +236,8 @@ def make_shape(
         LOGIT=DTYPES[torch.promote_types(batch.base_logits.dtype, head.dtype)],
         CACHE=DTYPES[logits_dtype(head, batch, cache)],
         PASSES=2 * batch.steps,
+        # Without noise the stream is nobody's: one kernel for all.
+        STREAM=plan.noise_stream if noisy else noise.STREAM,
+        TEMPERED=noisy and plan.cache_convention == "tempered",
         **tiles,
     )

@@ -78,7 +78,7 @@ class OnePassEngine(TritonEngine):
             self._chip,
             batch,
             cache,
-            self._plan.noise_dtype == torch.float64,
+            self._plan,
             CANDIDATES=CANDIDATES,
             CHUNKS=config.chunks,
             GUESS_M=config.guess_m,

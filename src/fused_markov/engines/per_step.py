@@ -57,7 +57,7 @@ class PerStepEngine(TritonEngine):
             self._chip,
             batch,
             cache,
-            self._plan.noise_dtype == torch.float64,
+            self._plan,
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, head),
             BLOCK_K=block_k(head, self._chip),

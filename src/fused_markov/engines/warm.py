@@ -46,7 +46,9 @@ def padding_calls(
         default = _default_example(head, plan, noise)
         cache = None
         if cached:
-            cache = torch.empty(1, dtype=head.dtype, device=head.device)
+            tempered = plan.cache_convention == "tempered"
+            dtype = torch.float32 if tempered else head.dtype
+            cache = torch.empty(1, dtype=dtype, device=head.device)
             cache = cache.expand(1, plan.steps, head.vocab_size)
         yield _padding_call(head, plan, rows, default, cache, tokens)
 

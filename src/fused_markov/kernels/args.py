@@ -9,7 +9,7 @@ class Inputs(NamedTuple):
     w1: Any  # [w1_rows, rank] Markov embedding by target id
     w2: Any  # [w2_rows, rank] Markov bias, one row a candidate
     id_map: Any  # [V] int64 target id of each candidate (MAPPED)
-    keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids
+    keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids, of the stream
     successors: Any  # [vocab_size, SUCCESSORS] int32 candidates that stand out after a token
     holes: Any  # [num_holes] int32 target ids below vocab_size that no candidate maps to
     base: Any  # [R, S, >=V] base logits
@@ -119,3 +119,5 @@ class Shape(NamedTuple):
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight
     CHAIN_K: int = 0  # part of the rank that a chain's step multiplies at a time
+    STREAM: str = "vllm-0.33"  # name of the noise stream
+    TEMPERED: bool = False  # the cache holds logits divided by temperature

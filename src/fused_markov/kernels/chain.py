@@ -41,7 +41,7 @@ def _scored(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     acc = tl.sum(tl.where((rows == 0)[:, None], acc, 0.0), axis=0)
     x = finish_logits(acc, base, io.scale, io.soft_cap, cfg)
     if cfg.NOISE:
-        z = scores(x, temp, gumbel(state, state64, tid, cfg.FP64), cfg.FP64)
+        z = scores(x, temp, gumbel(state, state64, tid, cfg), cfg)
     else:
         z = tl.where(x == x, x, float("-inf"))
     return z, tl.where(inside, tid, NO_ID), x
