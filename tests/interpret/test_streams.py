@@ -153,18 +153,18 @@ def test_words_are_tritons(seed: int, position: int) -> None:
 
 
 @triton.jit
-def _noise_kernel(seeds, positions, out, STREAM: tl.constexpr, FP64: tl.constexpr):
+def _noise_kernel(seeds, positions, out, cfg: tl.constexpr):
     token = tl.arange(0, 512)
-    seed, word = row_words(tl.load(seeds), tl.load(seeds) * 0, tl.load(positions), STREAM)
+    seed, word = row_words(tl.load(seeds), tl.load(seeds) * 0, tl.load(positions), cfg)
     state = request_word(seed, word) + 0 * token.to(tl.uint32)
-    tl.store(out + token, philox_gumbel(state, token.to(tl.uint32), FP64))
+    tl.store(out + token, philox_gumbel(state, token.to(tl.uint32), cfg.FP64))
 
 
 @pytest.mark.parametrize("dtype", noise.NOISE_DTYPES, ids=str)
 @pytest.mark.parametrize("stream", PHILOX)
 def test_gumbel(stream: str, dtype: torch.dtype) -> None:
     seed, position, out = torch.tensor([-77]), torch.tensor([2**33]), torch.zeros(512, dtype=dtype)
-    _noise_kernel[(1,)](seed, position, out, stream, dtype == torch.float64)
+    _noise_kernel[(1,)](seed, position, out, Bound(stream, dtype == torch.float64))
     expected = noise.gumbel(seed, 0, position, torch.arange(512), dtype, stream)
     eps = float(np.finfo(np.float64 if dtype == torch.float64 else np.float32).eps)
     assert float((out - expected).abs().max()) <= 16 * eps
@@ -184,8 +184,8 @@ def _reach_kernel(seeds, positions, temperatures, keys, out, cfg: tl.constexpr):
     row, token = tl.arange(0, 4), tl.arange(0, 2048)
     temp = tl.load(temperatures + row)
     at = tl.load(seeds + row), row, tl.load(positions + row)
-    state = row_state(at[0], at[1], at[2], 0, cfg.STREAM)
-    state64 = row_state(at[0], at[1], at[2], FP64_DOMAIN, cfg.STREAM)
+    state = row_state(at[0], at[1], at[2], 0, cfg)
+    state64 = row_state(at[0], at[1], at[2], FP64_DOMAIN, cfg)
     key = tl.load(keys + token).to(tl.uint32, bitcast=True)
     x = tl.full([4, 2048], 1.5, tl.float32)
     far = reach(x, bound_terms(temp), state, state64, key, False, cfg)

@@ -40,22 +40,22 @@ def mix(h, mixed_key):
 
 
 @triton.jit
-def row_words(seed, step, position, STREAM: tl.constexpr):
+def row_words(seed, step, position, cfg: tl.constexpr):
     """The two int64 words of a row and step."""
     seed = seed.to(tl.int64)
-    if STREAM == "vllm-0.33":
+    if cfg.STREAM == "vllm-0.33":
         seed = seed ^ (step.to(tl.int64) << 32)
     word = position.to(tl.int64) - 1
-    if STREAM != "vllm-0.25":
+    if cfg.STREAM != "vllm-0.25":
         word += DRAFT_SALT
     return seed, word
 
 
 @triton.jit
-def row_state(seed, step, position, DOMAIN: tl.constexpr, STREAM: tl.constexpr):
+def row_state(seed, step, position, DOMAIN: tl.constexpr, cfg: tl.constexpr):
     """State of a row and step before the token id is mixed in (uint32)."""
-    seed, word = row_words(seed, step, position, STREAM)
-    if is_philox(STREAM):
+    seed, word = row_words(seed, step, position, cfg)
+    if is_philox(cfg.STREAM):
         return request_word(seed, word)
     else:
         return murmur_state(seed, word, DOMAIN)

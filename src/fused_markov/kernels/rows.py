@@ -39,10 +39,10 @@ def load_noise(io, r, s, slot, mask, cfg: tl.constexpr):
     seed = tl.load(io.seeds + slot * io.seed_slot, mask=mask, other=0)
     at = r.to(tl.int64) * io.position_row + s.to(tl.int64) * io.position_step
     position = tl.load(io.positions + at, mask=mask, other=0)
-    state = row_state(seed, s, position, 0, cfg.STREAM)
+    state = row_state(seed, s, position, 0, cfg)
     state64 = state
     if cfg.FP64:
-        state64 = row_state(seed, s, position, FP64_DOMAIN, cfg.STREAM)
+        state64 = row_state(seed, s, position, FP64_DOMAIN, cfg)
     return temp.to(tl.float32), state, state64
 
 
