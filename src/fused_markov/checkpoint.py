@@ -15,13 +15,13 @@ padded, ``logit_scale``, a soft cap, and what the confidence head reads.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fused_markov.checkpoint_files import Store, open_store
+from fused_markov.confidence import ConfidenceHead
 from fused_markov.errors import ArgumentError, CheckpointError
 from fused_markov.head import MarkovHead
 from fused_markov.successors import load_successors
@@ -38,26 +38,6 @@ _EXPECTED = (
     "markov_head.markov_w1.weight and markov_head.markov_w2.weight, "
     "or mtp.N.markov_head.embed.weight and mtp.N.markov_head.head.weight"
 )
-
-
-@dataclass(frozen=True)
-class ConfidenceHead:
-    """The head that predicts whether a drafted token will be accepted.
-
-    Attributes:
-        weight: fp32 ``[hidden]``, or ``[hidden + r]`` where it also reads the Markov embedding.
-        bias: fp32 ``[]``; 0 where the checkpoint has none.
-        with_markov: whether the Markov embedding of the previous token follows the hidden state.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    with_markov: bool
-
-    def probability(self, hidden: Tensor, markov_embed: Tensor) -> Tensor:
-        """Acceptance probabilities ``[...]`` for ``[..., hidden]`` and ``[..., r]`` inputs."""
-        x = torch.cat([hidden, markov_embed], dim=-1) if self.with_markov else hidden
-        return torch.sigmoid(x.float() @ self.weight + self.bias)
 
 
 def load_markov_head(
