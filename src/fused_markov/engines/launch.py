@@ -19,6 +19,7 @@ from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Shape
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+VARIANTS = {"gated": 1, "rnn": 2}  # as `kernels.variant` knows them
 MAX_RANK = 1024
 REGISTERS = 65536  # of a multiprocessor, on every NVIDIA GPU that Triton knows
 WEIGHTS = frozenset(("w1", "w2"))
@@ -187,6 +188,9 @@ def make_inputs(
         fill_from=fill_from,
         scale=head.scale,
         soft_cap=head.soft_cap or 1.0,
+        table=head.w1,
+        context=head.w1,
+        mix=head.w1,
     )
 
 
@@ -225,5 +229,6 @@ def make_shape(
         LOGIT=DTYPES[torch.promote_types(batch.base_logits.dtype, head.dtype)],
         CACHE=DTYPES[logits_dtype(head, batch, cache)],
         PASSES=2 * batch.steps,
+        VARIANT=0 if head.variant is None else VARIANTS[head.variant.kind],
         **tiles,
     )

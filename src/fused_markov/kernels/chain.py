@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fused_markov.kernels.link import best_of, gate_of, load_row_noise
 from fused_markov.kernels.rows import as_scalar, load_slot, merge_best
+from fused_markov.kernels.variant import embed_index, embed_row, keep_before
 from fused_markov.kernels.walk import load_records, store_records
 
 ALIKE = tl.constexpr(16)  # a matrix unit multiplies 16 rows at the least; all are the same
@@ -18,7 +19,7 @@ ALIKE = tl.constexpr(16)  # a matrix unit multiplies 16 rows at the least; all a
 def _best_after(io, scratch, m, slot, prev, cfg: tl.constexpr):
     """Best candidate of row-step ``m`` after token ``prev``: its target id, need and sure."""
     noise = load_row_noise(io, m, slot, cfg)
-    rows = prev + 0 * tl.arange(0, ALIKE)
+    rows = embed_index(m, prev, cfg) + 0 * tl.arange(0, ALIKE)
     v = tl.load(scratch.candidates + m * cfg.CANDIDATES + tl.arange(0, cfg.CANDIDATES))
     top, token, logit = best_of(io, m, noise, rows, v, v >= 0, cfg)
     if cfg.SUCCESSORS > 0:
@@ -47,12 +48,16 @@ def chain_row(io, scratch, r, start, prev, gated, counter, cfg: tl.constexpr):
         prev = prev * 0
         if slot >= 0:
             m = r * cfg.STEPS + step
-            token, step_need, step_sure = _best_after(
-                io, scratch, m, slot, tl.max(tl.where(s == step, before, 0), axis=0), cfg
-            )
+            at = tl.max(tl.where(s == step, before, 0), axis=0)
+            if cfg.VARIANT > 0:
+                embed_row(io, scratch, r, as_scalar(step), at, cfg)
+            token, step_need, step_sure = _best_after(io, scratch, m, slot, at, cfg)
             guess = tl.where(s == step, token, guess)
             lowest = tl.where(open_gate & (step == start), float("-inf"), 0.0)
             need = tl.where(s == step, step_need + lowest, need)
             sure = tl.where(s == step, step_sure + lowest, sure)
             prev = token
+    if cfg.VARIANT > 0:
+        keep_before(io, scratch, r, s, records[1], before, cfg)
+    before = embed_index(r * cfg.STEPS + s, before, cfg)
     store_records(io, scratch, r, start, records, guess, before, need, sure, cfg)
