@@ -8,8 +8,8 @@ Three published layouts are read, each as a file, a directory or a sharded direc
 - DeepSeek-V4: the same names under ``mtp.N.``, within the target's own checkpoint.
 - DeepSeek-V4.1: ``mtp.N.markov_head.embed.weight`` and ``mtp.N.markov_head.head.weight``.
 
-Heads of the kinds ``gated`` and ``rnn`` have ``markov_head.gate_proj`` or ``markov_head.joint_proj``
-beside W1 and W2, each with weight and bias.
+Beside W1 and W2, a gated head has ``markov_head.gate_proj`` and an rnn head
+``markov_head.joint_proj``, each with weight and bias.
 
 ``config.json`` beside the weights says what the tensors cannot: the true vocabulary where they are
 padded, ``logit_scale``, a soft cap, and what the confidence head reads.

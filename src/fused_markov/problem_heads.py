@@ -49,7 +49,9 @@ def with_heads(
         limits[::2] = min_confidence
     heads = {
         "variant": None if variant is None else _variant(head, variant, hidden_size, exact, gen),
-        "confidence": None if confidence is None else _confidence(head, confidence, hidden_size, gen),
+        "confidence": None
+        if confidence is None
+        else _confidence(head, confidence, hidden_size, gen),
     }
     twin = MarkovHead(
         head.w1,
@@ -84,7 +86,8 @@ def _weights(
     weight = torch.randn(outs, inputs, generator=gen)
     if exact:
         return (weight.round().clamp(-1, 1) * STEEP[dtype]).to(dtype)
-    return (weight * (2.0 / inputs**0.5)).to(dtype)
+    spread: float = 2.0 / inputs**0.5
+    return (weight * spread).to(dtype)
 
 
 def _confidence(

@@ -67,7 +67,9 @@ def sample(
         live = slots[:, step] >= 0
         slot = slots[:, step].clamp_min(0)
         base = batch.base_logits[:, step, : head.draft_vocab]
-        logits = (base + head.bias_of(embeddings.step(step, prev, live))).to(logits_dtype(head, batch, logits_cache))
+        logits = (base + head.bias_of(embeddings.step(step, prev, live))).to(
+            logits_dtype(head, batch, logits_cache)
+        )
         if logits_cache is not None:
             _store(head, logits_cache, logits[live], slot[live], step)
         scores = logits.to(noise_dtype)

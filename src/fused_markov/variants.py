@@ -116,7 +116,7 @@ class GatedVariant(Variant):
 
 
 class RnnVariant(Variant):
-    """z = tanh(o), and the state s becomes g·s + (1 - g)·tanh(c), with [g'; c; o] = W [s; e; h] + b
+    """z = tanh(o); the state s becomes g·s + (1 - g)·tanh(c), with [g'; c; o] = W [s; e; h] + b
     and g = sigmoid(g'): a step sees all tokens of the block before it.
 
     The state is 0 at the block's start. A step's z depends on the state before it, not after it.

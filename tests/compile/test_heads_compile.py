@@ -16,16 +16,19 @@ from fused_markov.problem_heads import with_heads
 from fused_markov.problems import make_problem
 
 ENGINES = ("one_pass", "per_step")
-OWN = {"one_pass": {"context_kernel", "chain_kernel"}, "per_step": {"context_kernel", "embed_kernel"}}
+OWN = {
+    "one_pass": {"context_kernel", "chain_kernel"},
+    "per_step": {"context_kernel", "embed_kernel"},
+}
 
 
 def names(launches: list[Launch]) -> list[str]:
     return [launch.name for launch in launches]
 
 
-def small(name: str, variant: str | None, confidence: str | None, **options: object) -> list[Launch]:
+def small(name: str, variant: str | None, confidence: str | None, **options: float) -> list[Launch]:
     problem = make_problem(3, 2, 1008, 64)
-    problem = with_heads(problem, variant=variant, confidence=confidence, **options)  # type: ignore[arg-type]
+    problem = with_heads(problem, variant=variant, confidence=confidence, **options)
     with recorded() as found:
         engine_of(name, problem).sample(problem.batch, problem.new_cache(), problem.new_tokens())
     return found

@@ -20,8 +20,8 @@ from fused_markov.batch import (
 )
 from fused_markov.engines import Plan
 from fused_markov.engines.cpu_check import Best, Pairs
-from fused_markov.engines.cpu_heads import Judge, PairEmbeddings
 from fused_markov.engines.cpu_guess import Candidates
+from fused_markov.engines.cpu_heads import Judge, PairEmbeddings
 from fused_markov.engines.cpu_noise import NoiseGate
 from fused_markov.head import MarkovHead
 

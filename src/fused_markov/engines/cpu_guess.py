@@ -196,8 +196,8 @@ class Candidates:
     def floors(self, embed: Tensor, row: Tensor, step: Tensor, place: Tensor) -> Tensor:
         """Scores that the steps' best are not below: those of guesses, roundings taken off.
 
-        ``embed`` is ``[n, r]``, the others are ``[n]``, ``place`` the guessed rows of w2; fp32, -inf where a guess's is
-        no number.
+        ``embed`` is ``[n, r]``, the others are ``[n]``, ``place`` the guessed rows of w2; fp32,
+        -inf where a guess's is no number.
         """
         head, base = self._head, self._logits[row, step, place]
         products = embed.float() * head.w2[place].float()

@@ -16,7 +16,7 @@ from fused_markov.batch import DraftBatch, cache_is_target_wide, logits_dtype
 from fused_markov.engines.amd import processor_of, read_report, unsized
 from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
-from fused_markov.kernels.args import Inputs, Shape
+from fused_markov.kernels.args import HiddenInputs, Inputs, Shape
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 VARIANTS = {"gated": 1, "rnn": 2}  # as `kernels.variant` knows them
@@ -49,7 +49,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def compiled_for(kernel: Any, io: Inputs, *rest: Any, **options: Any) -> Any:
+def compiled_for(kernel: Any, io: Inputs | HiddenInputs, *rest: Any, **options: Any) -> Any:
     """The one compiled kernel for all sizes and strides of these types.
 
     Triton specialises on the numbers in a tuple whatever `do_not_specialize` says: on 1, and on
@@ -66,7 +66,9 @@ def _plain(number: int) -> int:
     return 3 if -(2**31) <= number < 2**31 else 2**40 + 3
 
 
-def launch(kernel: Any, programs: int, io: Inputs, *rest: Any, **options: Any) -> None:
+def launch(
+    kernel: Any, programs: int, io: Inputs | HiddenInputs, *rest: Any, **options: Any
+) -> None:
     """Launch a kernel of `compiled_for`; under the interpreter there is nothing to compile."""
     if triton.knobs.runtime.interpret:
         kernel[(programs,)](io, *rest, **options)

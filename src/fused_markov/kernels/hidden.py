@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.rows import as_scalar, load_anchor, load_slot
+from fused_markov.kernels.rows import load_anchor, load_slot
 from fused_markov.kernels.variant import sigmoid
 
 ROWS = tl.constexpr(16)

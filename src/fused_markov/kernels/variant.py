@@ -38,7 +38,7 @@ def sigmoid(x):
 def _tanh(x):
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
-    # Near 0 the difference has lost what it is of; there it is a polynomial, to a last place or two.
+    # Near 0 the difference has lost its last places: a polynomial has them.
     y = x * x
     near = x - x * y * (1 / 3 - y * (2 / 15 - y * (17 / 315)))
     return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -t, t))
@@ -120,7 +120,7 @@ def embed_columns(
 
 @triton.jit
 def embed_row(io, scratch, r, step, prev, cfg: tl.constexpr):
-    """z of row ``r`` at a live step after token ``prev``, by one program, which may then read it."""
+    """z of row ``r`` at a live step after token ``prev``; this program may read it afterwards."""
     m = r * cfg.STEPS + step + 0 * tl.arange(0, ROWS)
     live = m >= 0
     carried = load_slot(io, r, tl.maximum(step - 1, 0), True) >= 0
