@@ -250,7 +250,7 @@ class World:
 
     vocab, steps, wanted = 5, 3, 3
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, variant: str, *, limit: float = 0.0) -> None:
         gen = torch.Generator().manual_seed(5)
         self.target = torch.randn(self.vocab, self.vocab, generator=gen) * 1.5
         self.base = torch.randn(self.steps, self.vocab, generator=gen)
@@ -264,7 +264,9 @@ class World:
         else:
             layer = torch.randn(3 * r, 2 * r + 6, generator=gen)
             made = fm.RnnVariant(layer, layer[:, 0])
-        self.head = fm.MarkovHead(w1, w2, variant=made)
+        confidence = fm.ConfidenceHead(torch.randn(6 + r, generator=gen), torch.tensor(0.0), True)
+        self.head = fm.MarkovHead(w1, w2, variant=made, confidence=confidence)
+        self.limit, self.lengths = limit, torch.zeros(self.steps + 1, dtype=torch.int64)
 
     def decode(self, rows: int, engine: str, *, checked: bool = True) -> Tensor:
         sampler = fm.DraftSampler(self.head, max_rows=rows, steps=self.steps, engine=engine)
@@ -282,17 +284,33 @@ class World:
                 temps,
                 seeds,
                 hidden=self.hidden.expand(rows, -1, -1),
+                min_confidence=torch.full((rows,), self.limit),
             )
-            drafts = sampler.sample(batch, cache).tokens
+            result = sampler.sample(batch, cache)
+            assert result.lengths is not None
+            drafts, drafted = result.tokens, result.lengths
+            self.lengths += drafted.bincount(minlength=self.steps + 1)
             logits = self.target[torch.cat([anchors[:, None], drafts], 1)]
-            verdict = verify(logits, drafts, cache, temps, seeds, positions)
-            accepted = verdict.accepted if checked else torch.full_like(anchors, self.steps)
+            accepted, last = drafted.clone(), torch.zeros_like(anchors)
+            for n in drafted.unique().tolist():  # drafts of a length are verified together
+                i = (drafted == n).nonzero().squeeze(1)
+                verdict = verify(
+                    logits[i, : n + 1],
+                    drafts[i, :n],
+                    cache[i, :n],
+                    temps[i],
+                    seeds[i],
+                    positions[i, : n + 1],
+                )
+                last[i] = verdict.tokens
+                if checked:
+                    accepted[i] = verdict.accepted
             for step in range(self.steps + 1):
-                token = drafts[:, step] if step < self.steps else verdict.tokens
-                token = torch.where(step < accepted, token, verdict.tokens)
+                token = drafts[:, step] if step < self.steps else last
+                token = torch.where(step < accepted, token, last)
                 live = (step <= accepted) & (lengths + step < out.shape[1])
                 out[every[live], (lengths + step)[live]] = token[live]
-            lengths, anchors = lengths + accepted + 1, verdict.tokens
+            lengths, anchors = lengths + accepted + 1, last
         return out[:, : self.wanted]
 
     def p_value(self, samples: Tensor) -> float:
@@ -313,6 +331,13 @@ class World:
 def test_law_is_the_targets(variant: str, engine: str, rows: int) -> None:
     world = World(variant)
     assert world.p_value(world.decode(rows, engine)) > NEVER
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_law_is_the_targets_where_drafts_are_cut(variant: str) -> None:
+    world = World(variant, limit=0.4)
+    assert world.p_value(world.decode(20_000, "reference")) > NEVER
+    assert int((world.lengths > 1000).sum()) > 1  # of several lengths
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

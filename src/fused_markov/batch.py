@@ -33,7 +33,8 @@ class DraftBatch:
             any strides but a unit last one; needed by a head with a variant or a confidence head.
         min_confidence: ``[N]`` float, by slot, for a head with a confidence head: a row's draft
             ends before its first step whose confidence is below it (DeepSpec's
-            ``confidence_threshold``; 0 never ends one). What is left of the row becomes padding.
+            ``confidence_threshold``; 0 never ends one). What is left of the row becomes padding;
+            where the confidence head reads the Markov embedding, its cached logits are undefined.
 
     The tensors are borrowed, never copied. Checked when sampled, by `check_inputs`.
     """
