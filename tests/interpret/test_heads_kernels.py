@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from test_kernels import ENGINES, engine_of, run
 
 import fused_markov as fm
 from fused_markov import reference
+from fused_markov.kernels import chain
 from fused_markov.problem_heads import with_heads
 from fused_markov.problems import Problem, make_problem
 from fused_markov.successors import find_successors
@@ -94,6 +97,38 @@ def check(name: str, problem: Problem) -> fm.DraftResult:
 def test_equals_the_reference(name: str, variant: str, case: Case) -> None:
     got = check(name, problem_of(case, variant))
     assert got.passes >= case.passes
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_between_live_steps(name: str, variant: str) -> None:
+    """The state after padding is 0, as at a block's start."""
+    problem = problem_of(Case("", (2, 3, 60, 16), {"slots": "shuffled"}), variant)
+    slots = problem.batch.slot_matrix().clone()
+    slots[0, 1], slots[1, 0] = -1, -1
+    engine = engine_of(name, problem.head, 2, 3)
+    run(engine, problem, True)  # leaves a state after every step behind
+    problem = replace(problem, batch=replace(problem.batch, slots=slots))
+    cache = problem.new_cache()
+    want = reference.sample(problem.head, problem.batch, cache)
+    got, filled = run(engine, problem, True)
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(filled, cache)
+
+
+@triton.jit
+def _never_sure(top, logit, temp):
+    return top - 1000.0, tl.maximum(top + 1.0, temp + 0.0 * logit)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_is_checked_again_after_the_same_token(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the gate may have missed something, a row starts again from its last right step."""
+    monkeypatch.setattr(chain, "gate_of", _never_sure)
+    problem = problem_of(Case("", (2, 3, 60, 16), {"slots": "padded"}), variant)
+    assert check("one_pass", problem).passes == 4
 
 
 @pytest.mark.parametrize("name", ENGINES)
