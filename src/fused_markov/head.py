@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_markov.confidence import ConfidenceHead
 from fused_markov.errors import ArgumentError
+from fused_markov.variants import Variant
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,6 +45,9 @@ class MarkovHead:
             `fused_markov.successors.find_successors` gives them; ``None``: not known. They make
             better guesses where the bias is strong, and decide nothing else.
         w2_scale: ``[w2_rows]`` or ``[w2_rows, 1]`` fp32 row scales of an fp8 ``w2``.
+        variant: a `fused_markov.GatedVariant` or `fused_markov.RnnVariant`, in ``w1``'s dtype;
+            ``None``: the vanilla head. See docs/heads.md.
+        confidence: a `fused_markov.ConfidenceHead` to be computed with every draft; or ``None``.
 
     Attributes:
         vocab_size: the target vocabulary V_t: previous tokens and drafted ids lie in ``[0, V_t)``.
@@ -50,6 +55,7 @@ class MarkovHead:
         id_map: int64 ``[V]`` on the head's device, or ``None``.
         lowest_id: the lowest target id of a candidate: the token where nothing is above -inf.
         ascending: whether the target ids rise with the candidates.
+        hidden_size: H of the hidden states that variant and confidence head read, or ``None``.
 
     Raises:
         ArgumentError: for any wrong shape, dtype, device, stride or id.
@@ -67,6 +73,8 @@ class MarkovHead:
         vocab_size: int | None = None,
         successors: Tensor | None = None,
         w2_scale: Tensor | None = None,
+        variant: Variant | None = None,
+        confidence: ConfidenceHead | None = None,
     ) -> None:
         w2 = _dequantized(w1, w2, w2_scale)
         _check_weights(w1, w2)
@@ -99,6 +107,8 @@ class MarkovHead:
         self.ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
         self._multiplied = _cpu_multiplies(w2.dtype)
         self.successors = _checked_successors(successors, self)
+        self.variant, self.confidence = variant, confidence
+        self.hidden_size = _hidden_size(self)
 
     @property
     def rank(self) -> int:
@@ -113,12 +123,15 @@ class MarkovHead:
         return self.w2.dtype
 
     def bias(self, prev: Tensor) -> Tensor:
-        """The bias rows ``[M, V]``, in w2's dtype, after previous tokens ``prev`` ``[M]``.
+        """`bias_of` the embeddings of previous tokens ``prev`` ``[M]``: a vanilla head's bias."""
+        return self.bias_of(self.w1[prev])
+
+    def bias_of(self, embed: Tensor) -> Tensor:
+        """The bias rows ``[M, V]``, in w2's dtype, of ``embed`` ``[M, r]``.
 
         An fp32 sum rounded once, then capped and scaled with vLLM's roundings. On the CPU a row's
         bits do not depend on its company or its place.
         """
-        embed = self.w1[prev]
         if embed.device.type != "cpu":
             return self.transform(F.linear(embed, self.w2[: self.draft_vocab]))
         bias = embed.new_empty(embed.shape[0], self.draft_vocab)
@@ -165,6 +178,8 @@ class MarkovHead:
 
     def __repr__(self) -> str:
         mapped = "" if self.id_map is None else ", reduced"
+        mapped += "" if self.variant is None else f", {self.variant.kind}"
+        mapped += "" if self.confidence is None else ", with confidence"
         return (
             f"MarkovHead(vocab_size={self.vocab_size}, draft_vocab={self.draft_vocab}{mapped}, "
             f"rank={self.rank}, dtype={self.dtype}, device={self.device})"
@@ -220,6 +235,27 @@ def _check_weights(w1: Tensor, w2: Tensor) -> None:
         raise ArgumentError("w2", f"w1's dtype {w1.dtype}", str(w2.dtype), "convert one of them")
     if w1.device != w2.device:
         raise ArgumentError("w2", f"w1's device {w1.device}", str(w2.device))
+
+
+def _hidden_size(head: MarkovHead) -> int | None:
+    """H of a head's variant and confidence head, which must go with it and each other."""
+    variant, confidence, size = head.variant, head.confidence, None
+    if variant is not None:
+        if reason := variant.why_not(head.w1):
+            raise ArgumentError("variant", "the rank, dtype and device of w1", reason)
+        size = variant.hidden_size
+    if confidence is None:
+        return size
+    if confidence.weight.device != head.device:
+        raise ArgumentError(
+            "confidence", f"weights on {head.device}", f"weights on {confidence.weight.device}"
+        )
+    reads = confidence.hidden_size(head.rank)
+    if reads < 1 or size not in (None, reads):
+        raise ArgumentError(
+            "confidence", f"a hidden size above 0, {size or 'any'} as the variant's", str(reads)
+        )
+    return reads
 
 
 def _checked_successors(successors: Tensor | None, head: MarkovHead) -> Tensor | None:

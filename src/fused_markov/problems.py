@@ -68,6 +68,8 @@ class Problem:
             soft_cap=head.soft_cap,
             vocab_size=head.vocab_size,
             successors=_copied(head.successors),
+            variant=None if head.variant is None else head.variant.clone(),
+            confidence=None if head.confidence is None else head.confidence.clone(),
         )
         return replace(self, head=twin, batch=replace(batch, **copies))
 

@@ -21,7 +21,9 @@ from fused_markov.batch import (
     check_inputs,
     logits_dtype,
 )
+from fused_markov.confidence import lengths_of, too_low
 from fused_markov.head import MarkovHead
+from fused_markov.variants import Embeddings
 
 
 @torch.no_grad()
@@ -61,14 +63,22 @@ def sample(
     if tokens is None:
         tokens = torch.empty(rows, steps, dtype=torch.int64, device=device)
     nonfinite = torch.zeros(rows, steps, dtype=torch.bool, device=device)
-    slots = batch.slot_matrix()
+    slots = batch.slot_matrix().clone()
     ids = head.target_ids(torch.arange(head.draft_vocab, device=device))
+    embeddings = Embeddings(head.w1, head.variant, batch.hidden)
+    confidence = torch.zeros(rows, steps, device=device)
     prev = batch.anchors.to(torch.int64).clamp(0, head.vocab_size - 1)
     for step in range(steps):
+        if head.confidence is not None and batch.hidden is not None:
+            p = head.confidence.probability(batch.hidden[:, step], head.w1[prev])
+            confidence[:, step] = torch.where(slots[:, step] >= 0, p, 0.0)
+            low = too_low(p, batch.min_confidence, slots[:, step]).unsqueeze(1)
+            slots[:, step:] = torch.where(low, -1, slots[:, step:])  # the rest is padding
         live = slots[:, step] >= 0
         slot = slots[:, step].clamp_min(0)
         base = batch.base_logits[:, step, : head.draft_vocab]
-        logits = (base + head.bias(prev)).to(logits_dtype(head, batch, logits_cache))
+        bias = head.bias_of(embeddings.step(step, prev, live))
+        logits = (base + bias).to(logits_dtype(head, batch, logits_cache))
         kept, scores = logits, logits.to(noise_dtype)
         if batch.temperature is not None and batch.seeds is not None:
             temp = torch.where(live, batch.temperature[slot].float(), 0.0).unsqueeze(1)
@@ -90,7 +100,14 @@ def sample(
         tokens[:, step] = prev.to(tokens.dtype)
         nonfinite[:, step] = live & ~finite
     passes = torch.tensor(steps, device=device)
-    return DraftResult(tokens, nonfinite, "reference", passes)
+    return DraftResult(
+        tokens,
+        nonfinite,
+        "reference",
+        passes,
+        None if head.confidence is None else confidence,
+        None if batch.min_confidence is None else lengths_of(slots >= 0),
+    )
 
 
 def pick(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

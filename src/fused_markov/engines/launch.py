@@ -17,9 +17,10 @@ from fused_markov.engines import Plan
 from fused_markov.engines.amd import processor_of, read_report, unsized
 from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
-from fused_markov.kernels.args import Inputs, Shape
+from fused_markov.kernels.args import HiddenInputs, Inputs, Shape
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+VARIANTS = {"gated": 1, "rnn": 2}  # as `kernels.variant` knows them
 MAX_RANK = 1024
 REGISTERS = 65536  # of a multiprocessor, on every NVIDIA GPU that Triton knows
 WEIGHTS = frozenset(("w1", "w2"))
@@ -49,7 +50,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def compiled_for(kernel: Any, io: Inputs, *rest: Any, **options: Any) -> Any:
+def compiled_for(kernel: Any, io: Inputs | HiddenInputs, *rest: Any, **options: Any) -> Any:
     """The one compiled kernel for all sizes and strides of these types.
 
     Triton specialises on the numbers in a tuple whatever `do_not_specialize` says: on 1, and on
@@ -66,7 +67,9 @@ def _plain(number: int) -> int:
     return 3 if -(2**31) <= number < 2**31 else 2**40 + 3
 
 
-def launch(kernel: Any, programs: int, io: Inputs, *rest: Any, **options: Any) -> None:
+def launch(
+    kernel: Any, programs: int, io: Inputs | HiddenInputs, *rest: Any, **options: Any
+) -> None:
     """Launch a kernel of `compiled_for`; under the interpreter there is nothing to compile."""
     if triton.knobs.runtime.interpret:
         kernel[(programs,)](io, *rest, **options)
@@ -197,6 +200,9 @@ def make_inputs(
         fill_from=fill_from,
         scale=head.scale,
         soft_cap=head.soft_cap or 1.0,
+        table=head.w1,
+        context=head.w1,
+        mix=head.w1,
     )
 
 
@@ -239,5 +245,6 @@ def make_shape(
         # Without noise the stream is nobody's: one kernel for all.
         STREAM=plan.noise_stream if noisy else noise.STREAM,
         TEMPERED=noisy and plan.cache_convention == "tempered",
+        VARIANT=0 if head.variant is None else VARIANTS[head.variant.kind],
         **tiles,
     )

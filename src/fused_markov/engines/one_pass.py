@@ -13,6 +13,7 @@ from fused_markov.engines import Plan
 from fused_markov.engines.chips import Chip, chip_of
 from fused_markov.engines.configs import CANDIDATES, OnePassConfig
 from fused_markov.engines.gpu import TritonEngine
+from fused_markov.engines.gpu_heads import new_state
 from fused_markov.engines.launch import (
     block_k,
     block_v,
@@ -107,7 +108,7 @@ class OnePassEngine(TritonEngine):
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
         launch(guess_kernel, guesses, io, scratch, shape, **self._options(config.guess_warps))
         link_options = self._options(config.link_warps)
-        if shape.SUCCESSORS or not config.predecessors:
+        if shape.SUCCESSORS or shape.VARIANT or not config.predecessors:
             launch(chain_kernel, io.rows, io, scratch, shape, **link_options)
         else:
             links = row_steps * (CANDIDATES // config.predecessors)
@@ -176,4 +177,6 @@ def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) 
         parts=new(1),
         arrivals=new(1, dtype=torch.int64),
         passes=new(1, dtype=torch.int64),
+        state=new_state(head, plan),
+        before=new(m),
     )

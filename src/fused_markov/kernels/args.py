@@ -43,6 +43,10 @@ class Inputs(NamedTuple):
     fill_from: Any  # first of the cache columns past the vocabulary
     scale: Any
     soft_cap: Any
+    # Of a head with a variant (VARIANT): `w1` is then the scratch of z; see `kernels.variant`.
+    table: Any  # [w1_rows, rank] W1
+    context: Any  # [M, outs] fp32 the layer's part of the hidden states
+    mix: Any  # [outs, rank or 2 * rank] the layer's weights for state and embedding
 
 
 class Scratch(NamedTuple):
@@ -71,6 +75,8 @@ class Scratch(NamedTuple):
     parts: Any  # [1] int32 how many parts the last check had
     arrivals: Any  # [1] int64 grid barrier
     passes: Any  # [1] int64 result: passes over W2
+    state: Any = None  # [M, rank] a variant's state after each row-step (VARIANT)
+    before: Any = None  # [M] int32 the token before each row-step, as guessed (VARIANT)
 
 
 class StepScratch(NamedTuple):
@@ -78,6 +84,49 @@ class StepScratch(NamedTuple):
 
     best: Any  # [2 * programs, R] fp32 or fp64 best score in each program's part of the vocabulary
     best_id: Any  # [2 * programs, R] int32 their target ids
+    state: Any = None  # [M, rank] a variant's state after each row-step (VARIANT)
+
+
+class HiddenInputs(NamedTuple):
+    """What is made of hidden states; see `kernels.hidden`. M = R * S, strides in elements."""
+
+    hidden: Any  # [R, S, width]
+    hidden_weight: Any  # [outs, width] a variant's weights
+    hidden_bias: Any  # [outs]
+    context: Any  # [M, outs] fp32, to fill
+    confidence_weight: Any  # [width] fp32, or [width + rank]
+    confidence_bias: Any  # fp32
+    confidence: Any  # [M] fp32, to fill
+    limit: Any  # [N] by slot
+    cut_slots: Any  # [M] int64, to fill
+    lengths: Any  # [R] int64, to fill
+    w1: Any
+    anchors: Any
+    slots: Any
+    tokens: Any
+    nonfinite: Any
+    hidden_row: Any
+    hidden_step: Any
+    limit_slot: Any
+    anchor_row: Any
+    slot_row: Any
+    slot_step: Any
+    token_row: Any
+    token_step: Any
+    rows: Any  # R
+    vocab_size: Any
+    outs: Any
+    width: Any  # H
+
+
+class HiddenShape(NamedTuple):
+    """What the compiler must know for `kernels.hidden`."""
+
+    STEPS: int
+    STEPS_P2: int
+    RANK: int
+    WITH_MARKOV: bool  # the confidence head reads W1's rows
+    WEIGHT: Any  # dtype of w1 and a variant's weights
 
 
 class Shape(NamedTuple):
@@ -121,3 +170,5 @@ class Shape(NamedTuple):
     CHAIN_K: int = 0  # part of the rank that a chain's step multiplies at a time
     STREAM: str = "vllm-0.33"  # name of the noise stream
     TEMPERED: bool = False  # the cache holds logits divided by temperature
+    # a head with a variant
+    VARIANT: int = 0  # none, 1: gated, 2: rnn

@@ -11,7 +11,8 @@ import triton.language as tl
 from fused_markov.kernels.link import gate_of, product
 from fused_markov.kernels.logits import finish_logits
 from fused_markov.kernels.noise import gumbel, scores
-from fused_markov.kernels.rows import NO_ID, base_offset, target_id
+from fused_markov.kernels.rows import NO_ID, as_scalar, base_offset, target_id
+from fused_markov.kernels.variant import embed_index, embed_row, keep_before
 from fused_markov.kernels.walk import load_row, places, store_records
 
 ALIKE = tl.constexpr(16)  # a matrix unit multiplies 16 rows at the least; all are the same
@@ -36,7 +37,7 @@ def _scored(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     at = base_offset(io, m // cfg.STEPS, m % cfg.STEPS, cfg)
     base = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
     rows = tl.arange(0, ALIKE)
-    after = prev + 0 * rows
+    after = embed_index(m, prev, cfg) + 0 * rows
     acc = product(io, after, v, after >= 0, inside, cfg.CHAIN_K, cfg.LINK_STAGES, cfg)
     acc = tl.sum(tl.where((rows == 0)[:, None], acc, 0.0), axis=0)
     x = finish_logits(acc, base, io.scale, io.soft_cap, cfg)
@@ -94,6 +95,8 @@ def chain_row(io, scratch, r, start, prev, gated, counter, cfg: tl.constexpr):
         before = tl.where(s == step, prev, before)
         after, prev = prev, prev * 0
         if _of_step(live.to(tl.int32), s, step) > 0:
+            if cfg.VARIANT > 0:
+                embed_row(io, scratch, r, as_scalar(step), after, cfg)
             temp = _of_step(temps, s, step)
             noise = temp, _of_step(states, s, step), _of_step(states64, s, step)
             z, token, logit = _best_after(io, m, noise, after, candidates, cfg)
@@ -103,4 +106,7 @@ def chain_row(io, scratch, r, start, prev, gated, counter, cfg: tl.constexpr):
             need = tl.where(s == step, step_need + lowest, need)
             sure = tl.where(s == step, step_sure + lowest, sure)
             prev = token
+    if cfg.VARIANT > 0:
+        keep_before(io, scratch, r, s, row[1], before, cfg)
+    before = embed_index(r * cfg.STEPS + s, before, cfg)
     store_records(io, scratch, r, start, row, place, guess, before, need, sure, cfg)
