@@ -101,6 +101,8 @@ def winner_of_parts(
         inside = live[:, None] & (part < parts)[None, :]
         z = tl.load(scratch.best + at, mask=inside, other=float("-inf"))
         ids = tl.load(scratch.best_id + at, mask=inside, other=NO_ID)
+        # The table of a plan for fp64 noise holds a greedy batch's fp32 scores.
+        z = z.to(best.dtype)
         top = tl.max(z, axis=1)
         top_id = tl.min(tl.where(z == top[:, None], ids, NO_ID), axis=1)
         best, best_id = merge_best(best, best_id, top, top_id)
