@@ -1,7 +1,7 @@
 """The noise streams of vLLM 0.25 to 0.32, as docs/vllm-versions.md states them.
 
-The library draws with vLLM 0.33's stream alone; these are here so that the statements stay checked
-against draws of those releases' own kernels (data/make_older_draws.py).
+Draws of those releases' own kernels (data/make_older_draws.py) against the statements, written out
+here once more on Python's integers, and against the library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from fused_markov import noise
+import fused_markov as fm
+from fused_markov import noise, reference
 
 DRAWS: dict[str, Any] = json.loads(
     (Path(__file__).parent / "data" / "noise_vllm_older.json").read_text()
@@ -83,3 +84,38 @@ def test_stream(stream: str, case: str) -> None:
             seed, position = DRAWS["seed_by_slot"][slot], DRAWS["positions"][p]
             scores = tempered + GUMBEL[stream](seed, position, vocab, fp64)
         assert scores.argmax() == drawn[p, step, row], f"position {p}, step {step}, row {row}"
+
+
+@pytest.mark.parametrize("case", ["64-fp32", "64-fp64", "1000-fp32", "1000-fp64"])
+@pytest.mark.parametrize("stream", list(GUMBEL))
+def test_library(stream: str, case: str) -> None:
+    """reference.sample with a zero head gives the tokens of the release's gumbel_sample."""
+    vocab, dtype = int(case.split("-")[0]), torch.float64 if "fp64" in case else torch.float32
+    drawn = torch.tensor(DRAWS["streams"][stream][case])
+    head = fm.MarkovHead(torch.zeros(vocab, 4), torch.zeros(vocab, 4))
+    rows, steps = range(drawn.shape[2]), range(drawn.shape[1])
+    base = torch.tensor(np.array([[logits(vocab, row, step) for step in steps] for row in rows]))
+    for position, expected in zip(DRAWS["positions"], drawn, strict=True):
+        batch = fm.DraftBatch(
+            base,
+            torch.zeros(len(rows), dtype=torch.int64),
+            torch.full((len(rows), len(steps)), position),
+            torch.tensor(DRAWS["temperature_by_slot"]),
+            torch.tensor(DRAWS["seed_by_slot"]),
+            torch.tensor(DRAWS["slots"]),
+        )
+        result = reference.sample(head, batch, noise_dtype=dtype, noise_stream=stream)
+        assert torch.equal(result.tokens.T, expected)
+
+
+@pytest.mark.parametrize("fp64", [False, True])
+@pytest.mark.parametrize("seed", [0, -1, 2**40 + 5, -(2**63)])
+@pytest.mark.parametrize("stream", list(GUMBEL))
+def test_noise(stream: str, seed: int, fp64: bool) -> None:
+    """The library's noise is the statements', to the rounding of a library's logarithm."""
+    dtype = torch.float64 if fp64 else torch.float32
+    for position in (1, 77, 2**31, 2**33 + 5):
+        at = (torch.tensor(seed), 3, torch.tensor(position), torch.arange(500))
+        got = noise.gumbel(*at, dtype, stream).numpy()
+        expected = GUMBEL[stream](seed, position, 500, fp64)
+        assert np.abs(got - expected).max() <= 4 * np.finfo(expected.dtype).eps * 8

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_markov as fm
 from fused_markov import ArgumentError, MarkovHead, reference
 from fused_markov.bench.floor import floor_bytes
+from fused_markov.problem_heads import with_heads
 from fused_markov.problems import make_problem
 from fused_markov.quantize import BLOCKS, quantize
 from fused_markov.successors import find_successors
@@ -432,3 +433,15 @@ def test_vllm_keeps_its_quantized_heads() -> None:
     assert reason is not None
     assert "ModelOptLinearMethod" in reason
     assert "kernel's own layout" in reason
+
+
+@every_engine
+@every_format
+@pytest.mark.parametrize("variant", ["gated", "rnn"])
+def test_variants(engine: str, weights: str, variant: str) -> None:
+    problem = make_problem(
+        2, 3, 300, 64, weights=weights, exact_sums=True, device=device_of(engine)
+    )
+    problem = with_heads(problem, variant=variant, confidence="markov", exact=True)
+    assert problem.head.weights.quantized
+    check(engine, problem)

@@ -2,6 +2,7 @@
 
 from fused_markov import reference
 from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.confidence import ConfidenceHead
 from fused_markov.errors import (
     ArgumentError,
     CheckpointError,
@@ -11,18 +12,22 @@ from fused_markov.errors import (
 from fused_markov.head import MarkovHead
 from fused_markov.quantize import quantize_head
 from fused_markov.sampler import DraftSampler
+from fused_markov.variants import GatedVariant, RnnVariant
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
     "CheckpointError",
+    "ConfidenceHead",
     "DraftBatch",
     "DraftResult",
     "DraftSampler",
     "EngineUnavailableError",
     "FusedMarkovError",
+    "GatedVariant",
     "MarkovHead",
+    "RnnVariant",
     "quantize_head",
     "reference",
 ]

@@ -12,6 +12,7 @@ from fused_markov.head import MarkovHead
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+CACHE_CONVENTIONS = ("logits", "tempered")
 PADDING_TOKEN = 0
 
 
@@ -29,6 +30,12 @@ class DraftBatch:
         slots: ``[R]`` or ``[R, S]`` int32/int64 request slot of each row (and step); negative is
             padding: nothing of it is read or written and its token is 0. ``None``: row i is slot i.
             With a cache, live rows must not share a slot: which one it then holds is not defined.
+        hidden: ``[R, S, H]`` fp32, bf16 or fp16 hidden states that the base logits were made of,
+            any strides but a unit last one; needed by a head with a variant or a confidence head.
+        min_confidence: ``[N]`` float, by slot, for a head with a confidence head: a row's draft
+            ends before its first step whose confidence is below it (DeepSpec's
+            ``confidence_threshold``; 0 never ends one). What is left of the row becomes padding;
+            where the confidence head reads the Markov embedding, its cached logits are undefined.
 
     The tensors are borrowed, never copied. Checked when sampled, by `check_inputs`.
     """
@@ -39,6 +46,8 @@ class DraftBatch:
     temperature: Tensor | None = None
     seeds: Tensor | None = None
     slots: Tensor | None = None
+    hidden: Tensor | None = None
+    min_confidence: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -72,8 +81,13 @@ class DraftResult:
             candidate above -inf the token is the lowest candidate id.
         engine: name of the engine that ran.
         passes_tensor: how often W2 was read (int64, one element, on the device).
+        confidence: fp32 ``[R, S]`` each step's acceptance probability, given what was drafted
+            before it, the step that ended a row's draft included; 0 past that and where padded.
+            ``None`` without a confidence head.
+        lengths: int64 ``[R]`` steps drafted before the first that was not; ``None`` where no
+            ``min_confidence`` was given.
 
-    The GPU engines keep ``nonfinite`` and ``passes_tensor`` at fixed addresses, for graphs: the
+    The GPU engines keep all but the tokens at fixed addresses, for graphs: the
     sampler's next `sample` writes over them. Clone what shall outlive it.
     """
 
@@ -81,6 +95,8 @@ class DraftResult:
     nonfinite: Tensor
     engine: str
     passes_tensor: Tensor
+    confidence: Tensor | None = None
+    lengths: Tensor | None = None
 
     @property
     def passes(self) -> int:
@@ -107,6 +123,7 @@ def check_inputs(
     tokens: Tensor | None = None,
     *,
     values: bool | None = None,
+    cache_convention: str = "logits",
 ) -> None:
     """Check one decode step's tensors against each other and the head.
 
@@ -114,6 +131,7 @@ def check_inputs(
         values: also look at the values of anchors, slots and temperatures. That synchronises with
             a GPU, so by default only CPU tensors are looked at; kernels clamp ids and slots, so a
             bad value there gives a wrong draft, never a fault.
+        cache_convention: what the cache is to hold, a name of `CACHE_CONVENTIONS`.
 
     Raises:
         ArgumentError: naming the argument, what was expected and what came.
@@ -138,9 +156,9 @@ def check_inputs(
     if batch.slots is not None:
         shape = (rows, steps) if batch.slots.dim() == 2 else (rows,)
         _indices("slots", batch.slots, shape, base, head)
-    num_slots = _check_slot_tensors(head, batch)
+    num_slots = min(_check_slot_tensors(head, batch), _check_heads(head, batch))
     if cache is not None:
-        num_slots = min(num_slots, _check_cache(head, batch, cache))
+        num_slots = min(num_slots, _check_cache(head, batch, cache, cache_convention))
     if batch.slots is None and num_slots < rows:
         raise ArgumentError(
             "slots",
@@ -176,10 +194,53 @@ def _check_slot_tensors(head: MarkovHead, batch: DraftBatch) -> int:
     return batch.temperature.shape[0]
 
 
-def _check_cache(head: MarkovHead, batch: DraftBatch, cache: Tensor) -> int:
+def check_convention(cache_convention: str) -> None:
+    """An `ArgumentError` where there is no cache convention of that name."""
+    if cache_convention not in CACHE_CONVENTIONS:
+        names = " or ".join(map(repr, CACHE_CONVENTIONS))
+        raise ArgumentError("cache_convention", names, repr(cache_convention))
+
+
+def _check_heads(head: MarkovHead, batch: DraftBatch) -> int:
+    """Hidden states and confidences asked for; the slots that there are of the latter."""
+    hidden, least = batch.hidden, batch.min_confidence
+    if head.hidden_size is not None:
+        if hidden is None:
+            raise ArgumentError(
+                "hidden",
+                f"[R, S, {head.hidden_size}] for a head with a variant or a confidence head",
+                "None",
+                "give the hidden states that the base logits were made of",
+            )
+        shape = [batch.rows, batch.steps, head.hidden_size]
+        if list(hidden.shape) != shape:
+            raise ArgumentError("hidden", f"shape {shape}", str(list(hidden.shape)))
+        if hidden.dtype not in LOGIT_DTYPES:
+            raise ArgumentError("hidden", "fp32, bf16 or fp16", str(hidden.dtype))
+        _unit_stride("hidden", hidden)
+        _same_device("hidden", hidden, head)
+    if least is None:
+        return 1 << 62
+    if head.confidence is None:
+        raise ArgumentError("min_confidence", "None without a confidence head", "a tensor")
+    _dims("min_confidence", least, 1)
+    if not least.is_floating_point():
+        raise ArgumentError("min_confidence", "a float dtype", str(least.dtype))
+    _same_device("min_confidence", least, head)
+    return least.shape[0]
+
+
+def _check_cache(head: MarkovHead, batch: DraftBatch, cache: Tensor, convention: str) -> int:
     _dims("logits_cache", cache, 3)
     if cache.dtype not in LOGIT_DTYPES:
         raise ArgumentError("logits_cache", "fp32, bf16 or fp16", str(cache.dtype))
+    if convention == "tempered" and cache.dtype != torch.float32:
+        raise ArgumentError(
+            "logits_cache",
+            "fp32 for logits divided by temperature, or the token would not be the argmax of them",
+            str(cache.dtype),
+            "give an fp32 cache, or keep logits (cache_convention='logits')",
+        )
     if cache.shape[1] < batch.steps:
         raise ArgumentError(
             "logits_cache",

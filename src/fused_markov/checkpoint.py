@@ -13,6 +13,9 @@ W2 may be in fewer bits; it stays so. fp8 and int8 have ``weight_scale``, ``weig
 ``weight_scale`` and ``weight_scale_2`` (ModelOpt), or ``weight_packed``, ``weight_scale`` and
 ``weight_global_scale``, by which values are divided (compressed-tensors).
 
+Beside W1 and W2, a gated head has ``markov_head.gate_proj`` and an rnn head
+``markov_head.joint_proj``, each with weight and bias.
+
 ``config.json`` beside the weights says what the tensors cannot: the true vocabulary where they are
 padded, ``logit_scale``, a soft cap, and what the confidence head reads.
 """
@@ -20,7 +23,6 @@ padded, ``logit_scale``, a soft cap, and what the confidence head reads.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,11 @@ import torch
 from torch import Tensor
 
 from fused_markov.checkpoint_files import Store, open_store
+from fused_markov.confidence import ConfidenceHead
 from fused_markov.errors import ArgumentError, CheckpointError
 from fused_markov.head import MarkovHead
 from fused_markov.successors import load_successors
+from fused_markov.variants import GatedVariant, RnnVariant, Variant
 from fused_markov.weights import PLAIN_DTYPES, stored_weights
 
 _FACTOR = re.compile(
@@ -47,6 +51,7 @@ _FIELDS = {
     "weight_scale_2": "_global_scale",
     "weight_global_scale": "_divisor",
 }
+_LAYERS = {"gated": "gate_proj", "rnn": "joint_proj"}
 _FACTOR_NAMES = {"markov_w1": "w1", "embed": "w1", "markov_w2": "w2", "head": "w2"}
 _CONFIDENCE = re.compile(r"(?P<prefix>(?:.*\.)?)confidence_head\.proj\.(?P<field>weight|bias)")
 _STAGE = re.compile(r"mtp\.(\d+)\.$")
@@ -57,40 +62,24 @@ _EXPECTED = (
 )
 
 
-@dataclass(frozen=True)
-class ConfidenceHead:
-    """The head that predicts whether a drafted token will be accepted.
-
-    Attributes:
-        weight: fp32 ``[hidden]``, or ``[hidden + r]`` where it also reads the Markov embedding.
-        bias: fp32 ``[]``; 0 where the checkpoint has none.
-        with_markov: whether the Markov embedding of the previous token follows the hidden state.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    with_markov: bool
-
-    def probability(self, hidden: Tensor, markov_embed: Tensor) -> Tensor:
-        """Acceptance probabilities ``[...]`` for ``[..., hidden]`` and ``[..., r]`` inputs."""
-        x = torch.cat([hidden, markov_embed], dim=-1) if self.with_markov else hidden
-        return torch.sigmoid(x.float() @ self.weight + self.bias)
-
-
 def load_markov_head(
     path: str | Path,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    confidence: bool = False,
 ) -> MarkovHead:
     """Read the Markov head of a DSpark checkpoint; nothing else of the file is read.
 
-    Its successors are read too where a directory holds them (see `fused_markov.successors`).
+    It may be of any kind that `fused_markov.variants` knows. Its successors are read too where a
+    directory holds them (see `fused_markov.successors`).
 
     Args:
         path: a ``.safetensors`` file, or a directory of them, sharded or not.
         device: where the head shall live; ``None``: the CPU.
         dtype: what to convert the weights to, but for a w2 in fewer bits; ``None``: as stored.
+        confidence: also read the confidence head, where there is one, to be computed with every
+            draft; such a head asks for hidden states.
 
     Raises:
         CheckpointError: naming the file and the tensor, what was expected and what was found.
@@ -128,9 +117,12 @@ def load_markov_head(
             scale=config.real("logit_scale", 1.0),
             soft_cap=config.soft_cap(),
             vocab_size=vocab,
+            variant=_variant(store, names["w1"], device, dtype),
+            confidence=load_confidence_head(path, device=device) if confidence else None,
         )
     except ArgumentError as e:
-        name = names.get(e.argument, store.find(_ID_MAP_NAMES) or e.argument)
+        names["id_map"] = names["d2t"] = store.find(_ID_MAP_NAMES) or e.argument
+        name = names.get(e.argument, e.argument)
         raise store.error(name, e.expected, e.got + (f"; {e.remedy}" if e.remedy else "")) from e
 
 
@@ -193,6 +185,40 @@ def load_confidence_head(
             raise store.error(names["bias"], "shape [1]", shown)
         bias = store.tensor(names["bias"]).float()[0].to(device)
     return ConfidenceHead(weight, bias, with_markov)
+
+
+def _variant(
+    store: Store, w1: str, device: torch.device | str | None, dtype: torch.dtype | None
+) -> Variant | None:
+    """The variant beside tensor ``w1``, which the config's kind and the tensors must agree on."""
+    prefix = w1[: w1.rindex("markov_head.") + len("markov_head.")]
+    found = [k for k, layer in _LAYERS.items() if f"{prefix}{layer}.weight" in store.names]
+    kind = store.config.get("markov_head_type") or store.config.get("dspark_markov_head_type")
+    kind = str(kind).lower() if kind is not None else (found[0] if found else "vanilla")
+    if kind not in ("vanilla", *_LAYERS):
+        raise CheckpointError(
+            f"{store.path}: markov_head_type: expected vanilla, gated or rnn, got {kind!r}"
+        )
+    layers = [_LAYERS[k] for k in found]
+    if found != ([] if kind == "vanilla" else [kind]):
+        expected = f"{prefix}{_LAYERS[kind]}" if kind in _LAYERS else "no further layer"
+        raise CheckpointError(
+            f"{store.path}: a {kind} Markov head (markov_head_type) should have {expected}; "
+            f"found {layers or 'none'}"
+        )
+    if kind == "vanilla":
+        return None
+    name = f"{prefix}{_LAYERS[kind]}"
+    if f"{name}.bias" not in store.names:
+        raise store.missing(f"{name}.bias")
+    weight, bias = (
+        store.tensor(f"{name}.{field}").to(device=device, dtype=dtype)
+        for field in ("weight", "bias")
+    )
+    try:
+        return GatedVariant(weight, bias) if kind == "gated" else RnnVariant(weight, bias)
+    except ArgumentError as e:
+        raise store.error(f"{name}.{e.argument}", e.expected, e.got) from e
 
 
 def _factor_names(store: Store) -> dict[str, str]:

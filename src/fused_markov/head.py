@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_markov.confidence import ConfidenceHead
 from fused_markov.errors import ArgumentError
+from fused_markov.variants import Variant
 from fused_markov.weights import PLAIN_DTYPES, StoredWeights, check_values, stored_weights
 
 # On the CPU every bias product has one shape, [CPU_CANDIDATES, r] x [r, CPU_ROWS]: the libraries
@@ -49,6 +51,9 @@ class MarkovHead:
         w2_block: rows and part of the rank that a scale is for; ``None``: as the scales' shape
             says, blocks being 128 x 128.
         w2_global_scale: NVFP4's one fp32 scale on top; it multiplies.
+        variant: a `fused_markov.GatedVariant` or `fused_markov.RnnVariant`, in ``w1``'s dtype;
+            ``None``: the vanilla head. See docs/heads.md.
+        confidence: a `fused_markov.ConfidenceHead` to be computed with every draft; or ``None``.
 
     Attributes:
         vocab_size: the target vocabulary V_t: previous tokens and drafted ids lie in ``[0, V_t)``.
@@ -57,6 +62,7 @@ class MarkovHead:
         id_map: int64 ``[V]`` on the head's device, or ``None``.
         lowest_id: the lowest target id of a candidate: the token where nothing is above -inf.
         ascending: whether the target ids rise with the candidates.
+        hidden_size: H of the hidden states that variant and confidence head read, or ``None``.
 
     Raises:
         ArgumentError: for any wrong shape, dtype, device, stride or id.
@@ -74,6 +80,8 @@ class MarkovHead:
         vocab_size: int | None = None,
         successors: Tensor | None = None,
         w2_scale: Tensor | None = None,
+        variant: Variant | None = None,
+        confidence: ConfidenceHead | None = None,
         w2_block: tuple[int, int] | None = None,
         w2_global_scale: Tensor | float | None = None,
     ) -> None:
@@ -113,6 +121,8 @@ class MarkovHead:
         check_values(w2, self.draft_vocab)
         self._multiplied = not w2.quantized and _cpu_multiplies(w2.data.dtype)
         self.successors = _checked_successors(successors, self)
+        self.variant, self.confidence = variant, confidence
+        self.hidden_size = _hidden_size(self)
 
     @property
     def rank(self) -> int:
@@ -141,15 +151,20 @@ class MarkovHead:
             soft_cap=self.soft_cap,
             vocab_size=self.vocab_size,
             successors=near(self.successors),
+            variant=self.variant,
+            confidence=self.confidence,
         )
 
     def bias(self, prev: Tensor) -> Tensor:
-        """The bias rows ``[M, V]``, in w1's dtype, after previous tokens ``prev`` ``[M]``.
+        """`bias_of` the embeddings of previous tokens ``prev`` ``[M]``: a vanilla head's bias."""
+        return self.bias_of(self.w1[prev])
+
+    def bias_of(self, embed: Tensor) -> Tensor:
+        """The bias rows ``[M, V]``, in w1's dtype, of ``embed`` ``[M, r]``.
 
         An fp32 sum rounded once, then capped and scaled with vLLM's roundings. On the CPU a row's
         bits do not depend on its company or its place.
         """
-        embed = self.w1[prev]
         if embed.device.type != "cpu" and not self.weights.quantized:
             return self.transform(F.linear(embed, self.w2[: self.draft_vocab]))
         if embed.device.type != "cpu":
@@ -202,6 +217,8 @@ class MarkovHead:
 
     def __repr__(self) -> str:
         mapped = "" if self.id_map is None else ", reduced"
+        mapped += "" if self.variant is None else f", {self.variant.kind}"
+        mapped += "" if self.confidence is None else ", with confidence"
         stored = f", w2 in {self.weights.format}" if self.weights.quantized else ""
         return (
             f"MarkovHead(vocab_size={self.vocab_size}, draft_vocab={self.draft_vocab}{mapped}, "
@@ -242,6 +259,27 @@ def _check_fit(w1: Tensor, w2: StoredWeights) -> None:
     for tensor in w2.tensors():
         if tensor.device != w1.device:
             raise ArgumentError("w2", f"w1's device {w1.device}", str(tensor.device))
+
+
+def _hidden_size(head: MarkovHead) -> int | None:
+    """H of a head's variant and confidence head, which must go with it and each other."""
+    variant, confidence, size = head.variant, head.confidence, None
+    if variant is not None:
+        if reason := variant.why_not(head.w1):
+            raise ArgumentError("variant", "the rank, dtype and device of w1", reason)
+        size = variant.hidden_size
+    if confidence is None:
+        return size
+    if confidence.weight.device != head.device:
+        raise ArgumentError(
+            "confidence", f"weights on {head.device}", f"weights on {confidence.weight.device}"
+        )
+    reads = confidence.hidden_size(head.rank)
+    if reads < 1 or size not in (None, reads):
+        raise ArgumentError(
+            "confidence", f"a hidden size above 0, {size or 'any'} as the variant's", str(reads)
+        )
+    return reads
 
 
 def _checked_successors(successors: Tensor | None, head: MarkovHead) -> Tensor | None:

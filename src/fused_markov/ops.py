@@ -18,6 +18,7 @@ from torch import Tensor
 from fused_markov.batch import DraftBatch
 from fused_markov.errors import FusedMarkovError
 from fused_markov.head import MarkovHead
+from fused_markov.noise import STREAM
 from fused_markov.sampler import DraftSampler
 
 # Samplers kept. Each holds on to its weights, so an address that names some cannot name others.
@@ -56,6 +57,8 @@ def sample(
     scale: float = 1.0,
     soft_cap: float | None = None,
     fp64: bool = False,
+    noise_stream: str = STREAM,
+    cache_convention: str = "logits",
     w2_scale: Tensor | None = None,
     w2_global_scale: Tensor | None = None,
     w2_block: list[int] | None = None,
@@ -71,6 +74,7 @@ def sample(
         id_map: ``[draft_vocab]`` target ids of a reduced vocabulary.
         vocab_size, scale, soft_cap: as in `MarkovHead`.
         fp64: fp64 instead of fp32 noise.
+        noise_stream, cache_convention: as in `DraftSampler`.
         w2_scale, w2_global_scale, w2_block: of a w2 in fewer bits, as in `MarkovHead`; the block
             as two numbers. Of their contents too the first call decides.
 
@@ -87,7 +91,8 @@ def sample(
     weights = _Weights(w1, w2, id_map, w2_scale, w2_global_scale)
     block = None if w2_block is None else tuple(w2_block)
     head_args = (vocab_size, scale, soft_cap, block)
-    sampler = _sampler_for(weights, head_args, base_logits.shape[:2], fp64)
+    names = (noise_stream, cache_convention)
+    sampler = _sampler_for(weights, head_args, base_logits.shape[:2], fp64, names)
     batch = DraftBatch(base_logits, anchors, positions, temperature, seeds, slots)
     result = sampler.sample(batch, logits_cache)
     # An operator's results must be its own: these two are the sampler's scratch.
@@ -110,6 +115,8 @@ def _fake(
     scale: float = 1.0,
     soft_cap: float | None = None,
     fp64: bool = False,
+    noise_stream: str = STREAM,
+    cache_convention: str = "logits",
     w2_scale: Tensor | None = None,
     w2_global_scale: Tensor | None = None,
     w2_block: list[int] | None = None,
@@ -133,12 +140,16 @@ class _Weights(NamedTuple):
 
 
 def _sampler_for(
-    weights: _Weights, head_args: tuple[Any, ...], shape: torch.Size, fp64: bool
+    weights: _Weights,
+    head_args: tuple[Any, ...],
+    shape: torch.Size,
+    fp64: bool,
+    names: tuple[str, str],
 ) -> DraftSampler:
     """The kept sampler for these weights and up to the next power of two rows, or a new one."""
     rows, steps = shape
     max_rows = max(LEAST_ROWS, 1 << (rows - 1).bit_length() if rows else 0)
-    key = (*map(_identity, weights), head_args, max_rows, steps, fp64)
+    key = (*map(_identity, weights), head_args, max_rows, steps, fp64, names)
     with _lock:
         if key in _samplers:
             _samplers.move_to_end(key)
@@ -157,7 +168,15 @@ def _sampler_for(
             w2_block=block,
         )
         noise_dtype = torch.float64 if fp64 else torch.float32
-        sampler = DraftSampler(head, max_rows=max_rows, steps=steps, noise_dtype=noise_dtype)
+        noise_stream, cache_convention = names
+        sampler = DraftSampler(
+            head,
+            max_rows=max_rows,
+            steps=steps,
+            noise_dtype=noise_dtype,
+            noise_stream=noise_stream,
+            cache_convention=cache_convention,
+        )
         _samplers[key] = _Kept(sampler, tuple(t.detach() for t in weights if t is not None))
         if len(_samplers) > MAX_SAMPLERS:
             _samplers.popitem(last=False)

@@ -64,6 +64,8 @@ class Problem:
         copies: dict[str, Any] = {f.name: _copied(getattr(batch, f.name)) for f in fields(batch)}
         twin = head.with_weights(head.w1.clone(), head.weights.map(torch.clone))
         twin.id_map, twin.successors = _copied(head.id_map), _copied(head.successors)
+        twin.variant = None if head.variant is None else head.variant.clone()
+        twin.confidence = None if head.confidence is None else head.confidence.clone()
         return replace(self, head=twin, batch=replace(batch, **copies))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_markov import noise
-from fused_markov.batch import DraftBatch, DraftResult, check_inputs
+from fused_markov.batch import DraftBatch, DraftResult, check_convention, check_inputs
 from fused_markov.engines import Engine, Plan, engine_types
 from fused_markov.errors import ArgumentError, EngineUnavailableError
 from fused_markov.head import MarkovHead
@@ -25,9 +25,13 @@ class DraftSampler:
         steps: draft steps S of every batch.
         engine: an engine's name, or ``"auto"``: the fastest that can run here.
         noise_dtype: float32 or float64 Gumbel noise (vLLM's ``use_fp64_gumbel``).
+        noise_stream: which releases of vLLM to draw the noise of: a name of
+            `fused_markov.noise.STREAMS`.
+        cache_convention: ``"logits"``: the logits cache holds them before temperature;
+            ``"tempered"``: after, in an fp32 cache, as vLLM 0.25 to 0.27 had it.
 
     Raises:
-        ArgumentError: for a bad size or dtype.
+        ArgumentError: for a bad size, dtype or name.
         EngineUnavailableError: where the engine asked for cannot run, with the reason.
 
     Example:
@@ -48,14 +52,18 @@ class DraftSampler:
         steps: int,
         engine: str = "auto",
         noise_dtype: torch.dtype = torch.float32,
+        noise_stream: str = noise.STREAM,
+        cache_convention: str = "logits",
     ) -> None:
         for name, value in (("max_rows", max_rows), ("steps", steps)):
             if value < 1:
                 raise ArgumentError(name, "a number above 0", str(value))
         if noise_dtype not in noise.NOISE_DTYPES:
             raise ArgumentError("noise_dtype", "torch.float32 or torch.float64", str(noise_dtype))
+        noise.stream_of(noise_stream)
+        check_convention(cache_convention)
         self.head = head
-        self.plan = Plan(max_rows, steps, noise_dtype)
+        self.plan = Plan(max_rows, steps, noise_dtype, noise_stream, cache_convention)
         types = engine_types()
         self._reasons = {name: t.why_not(head, self.plan) for name, t in types.items()}
         usable = [name for name, reason in self._reasons.items() if reason is None]
@@ -90,7 +98,8 @@ class DraftSampler:
         Raises:
             ArgumentError: where the inputs do not fit the head, the plan or each other.
         """
-        check_inputs(self.head, batch, logits_cache, tokens)
+        convention = self.plan.cache_convention
+        check_inputs(self.head, batch, logits_cache, tokens, cache_convention=convention)
         if batch.steps != self.plan.steps:
             raise ArgumentError(
                 "base_logits", f"{self.plan.steps} draft steps as planned", f"{batch.steps}"
@@ -125,12 +134,24 @@ class DraftSampler:
         No contents are read or written.
         """
         if example is not None:
-            check_inputs(self.head, example, logits_cache, tokens, values=False)
+            convention = self.plan.cache_convention
+            check_inputs(
+                self.head,
+                example,
+                logits_cache,
+                tokens,
+                values=False,
+                cache_convention=convention,
+            )
         self._engine.warmup(example, logits_cache, tokens)
 
     def explain(self) -> str:
         """Which engine runs, why the ones preferred to it do not, and with what was tuned."""
         lines = [f"fused-markov: engine {self.engine!r} for {self.head}, {self.plan}"]
+        if self.plan.noise_stream != noise.STREAM:
+            lines.append(f"  noise stream {self.plan.noise_stream}")
+        if self.plan.cache_convention != "logits":
+            lines.append(f"  {self.plan.cache_convention} logits in the cache")
         if note := getattr(self._engine, "note", ""):
             lines.append(f"  {note}")
         for name, reason in self._reasons.items():

@@ -16,6 +16,7 @@ import fused_markov as fm
 from fused_markov.engines.chips import INTERPRETER
 from fused_markov.engines.launch import per_word
 from fused_markov.kernels import decode as decoding
+from fused_markov.problem_heads import with_heads
 from fused_markov.quantize import BLOCKS
 from fused_markov.successors import find_successors
 from fused_markov.weights import StoredWeights, stored_weights
@@ -160,3 +161,10 @@ def expected(kind: str, codes: torch.Tensor, groups: torch.Tensor) -> torch.Tens
     scales = groups.view(torch.float8_e4m3fn).view(1, 32)
     stored: StoredWeights = stored_weights(packed, scales, global_scale=1.0)
     return stored.values(slice(0, 1)).flatten()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("weights", "variant"), [("nvfp4", "gated"), ("fp8", "rnn")])
+def test_variants(name: str, weights: str, variant: str) -> None:
+    case = Case("", (1, 2, 130, 32), {"weights": weights})
+    check(name, with_heads(problem_of(case), variant=variant, exact=True), case)

@@ -7,7 +7,7 @@ it from a plan; the sampler logs that reason, and never falls back without one.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from fused_markov.batch import DraftBatch, DraftResult
 from fused_markov.errors import EngineUnavailableError
 from fused_markov.head import MarkovHead
+from fused_markov.noise import STREAM
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,16 @@ class Plan:
         max_rows: most rows R of a batch.
         steps: draft steps S of a batch.
         noise_dtype: float32 or float64 Gumbel noise.
+        noise_stream: a name of `fused_markov.noise.STREAMS`.
+        cache_convention: a name of `fused_markov.batch.CACHE_CONVENTIONS`.
     """
 
     max_rows: int
     steps: int
     noise_dtype: torch.dtype
+    # What is as ever is not in the explanation of a plan.
+    noise_stream: str = field(default=STREAM, repr=False)
+    cache_convention: str = field(default="logits", repr=False)
 
 
 class Engine(Protocol):

@@ -18,8 +18,8 @@ class OnePassConfig:
         lanes: tokens that it looks at side by side.
         guess_stages: such looks in flight.
         guess_warps: warps of a guessing program.
-        predecessors: predecessors whose links a program finds at once.
-        link_warps: warps of a linking program.
+        predecessors: predecessors whose links a program finds at once; 0: no links, chains.
+        link_warps: warps of a program that links, or follows a chain.
         link_stages: parts of the rank that it loads ahead.
         block_m: row-steps of a check's tile.
         block_v: candidates of a check's tile, for 512 bytes a row of W2.
@@ -98,7 +98,7 @@ ONE_PASS = (
         programs_per_sm=2,
         check_registers=240,
     ),
-    # Any number.
+    # Any number. So many links cost more than one program a row that follows its chain.
     OnePassConfig(
         max_row_steps=1 << 30,
         chunks=32,
@@ -106,8 +106,8 @@ ONE_PASS = (
         lanes=256,
         guess_stages=1,
         guess_warps=4,
-        predecessors=64,
-        link_warps=4,
+        predecessors=0,
+        link_warps=8,
         link_stages=3,
         block_m=64,
         block_v=64,

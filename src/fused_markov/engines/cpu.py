@@ -21,7 +21,9 @@ from fused_markov.batch import (
 from fused_markov.engines import Plan
 from fused_markov.engines.cpu_check import Best, Pairs
 from fused_markov.engines.cpu_guess import Candidates
+from fused_markov.engines.cpu_heads import Judge, PairEmbeddings
 from fused_markov.engines.cpu_noise import NoiseGate
+from fused_markov.engines.cpu_philox import noise_gate
 from fused_markov.head import MarkovHead
 
 # Pairs whose logits are computed together: enough to use a block of W2 well while it is in the
@@ -36,7 +38,7 @@ class CpuEngine:
 
     def __init__(self, head: MarkovHead, plan: Plan) -> None:
         self._head, self._plan = head, plan
-        self._gate = NoiseGate(head, plan.noise_dtype)
+        self._gate = noise_gate(head, plan)
 
     @staticmethod
     def why_not(head: MarkovHead, plan: Plan) -> str | None:
@@ -56,13 +58,18 @@ class CpuEngine:
     def sample(
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
-        run = _Run(self._head, self._gate, batch, logits_cache)
+        judge = Judge(self._head, batch)
+        tempered = self._plan.cache_convention == "tempered"
+        run = _Run(self._head, self._gate, judge.batch, logits_cache, tempered)
         passes = run.finish()
+        confidence, lengths = judge.result(run.token, run.nonfinite)
         if tokens is None:
             tokens = run.token
         else:
             tokens.copy_(run.token)
-        return DraftResult(tokens, run.nonfinite, self.name, torch.tensor(passes))
+        return DraftResult(
+            tokens, run.nonfinite, self.name, torch.tensor(passes), confidence, lengths
+        )
 
 
 class _Run:
@@ -79,8 +86,10 @@ class _Run:
         gate: NoiseGate,
         batch: DraftBatch,
         cache: Tensor | None,
+        tempered: bool = False,
     ) -> None:
         self._head, self._gate = head, gate
+        self._tempered = tempered and batch.temperature is not None
         self._batch, self._cache = batch, cache
         self._dtype = logits_dtype(head, batch, cache)
         # Whether the candidates' places in the cache are those of their target ids.
@@ -108,6 +117,7 @@ class _Run:
         # The row of w2 that `_prev` was followed by, by guess.
         self._guess = torch.zeros(shape, dtype=torch.int64)
         self._no_floor = torch.zeros(shape, dtype=torch.bool)  # the best once fell below the guess
+        self._embeddings = PairEmbeddings(head, batch, self._live)
 
     def finish(self) -> int:
         """Guess and check until all is final; how often W2 was read."""
@@ -129,17 +139,21 @@ class _Run:
         A pair is known if it was checked after the token that now precedes it.
         """
         todo = []
+        moved = torch.zeros(self._live.shape[0], dtype=torch.bool)
         prev = self._batch.anchors.to(torch.int64).clamp(0, self._head.vocab_size - 1)
         state = (self._live, self._found, self._prev, self._guess, self.token)
         for step, (live, found, after, guessed, was) in enumerate(
             zip(*(x.unbind(1) for x in state), strict=True)
         ):
-            todo.append(live > (found & (after == prev)))
+            # Where a state is carried, a pair depends on all that precedes it.
+            moved |= live & (after != prev) & self._embeddings.carried
+            todo.append(live > (found & (after == prev) & ~moved))
             token = was.clone()
             row = todo[-1].nonzero().squeeze(1)
             if row.numel():
                 before = prev.index_select(0, row)
-                place = guess.best_after(before, row, step)
+                embed = self._embeddings.follow(before, row, step)
+                place = guess.best_after(before, row, step, embed)
                 after.index_copy_(0, row, before)
                 guessed.index_copy_(0, row, place)
                 token.index_copy_(0, row, self._head.target_ids(place))
@@ -160,8 +174,8 @@ class _Run:
         for some in (blocks[i : i + count] for i in range(0, len(blocks), count)):
             for pairs, best in groups:
                 logits = self._logits(pairs, some)
-                self._store(pairs, logits, some[0][0], some[-1][1])
                 best.update(logits, some[0][0])
+                self._store(pairs, logits, some[0][0], some[-1][1])
                 del logits
         for pairs, best in groups:
             token, finite, sure = best.result()
@@ -172,13 +186,14 @@ class _Run:
     def _pairs(self, guess: Candidates, row: Tensor, step: Tensor) -> tuple[Pairs, Best]:
         at = (row, step)
         prev, no_floor = self._prev[at], self._no_floor[at]
-        floor = guess.floors(prev, row, step, self._guess[at])
+        embed = self._embeddings.of(prev, row, step)
+        floor = guess.floors(embed, row, step, self._guess[at])
         base, cache = self._views(row.tolist(), step.tolist())
         pairs = Pairs(
             row=row,
             step=step,
             slot=self._slot[at],
-            tiles=self._head.cpu_tiles(self._head.w1[prev]),
+            tiles=self._head.cpu_tiles(embed),
             temp=self._temp[at],
             state=self._state[at],
             seed=self._seed[at],
@@ -234,6 +249,8 @@ class _Run:
 
     def _store(self, pairs: Pairs, logits: Tensor, low: int, high: int) -> None:
         cache, head = self._cache, self._head
+        if cache is not None and self._tempered:
+            logits.div_(torch.where(pairs.temp == 0, 1.0, pairs.temp).unsqueeze(1))
         if cache is None or pairs.cache is not None:
             return
         if head.id_map is not None and self._scattered:

@@ -152,16 +152,19 @@ class Candidates:
         if not bool(self._cold.any()):
             self._used = int(at[2].max()) + 1 if at[2].numel() else 1
 
-    def best_after(self, prev: Tensor, row: Tensor, step: int) -> Tensor:
-        """``[n]`` rows of w2: the best candidates of rows ``row`` at one step after ``prev``."""
-        parts = [self._best(prev[p], row[p], step) for p in _slices(row.numel(), ROWS_AT_ONCE)]
+    def best_after(self, prev: Tensor, row: Tensor, step: int, embed: Tensor) -> Tensor:
+        """``[n]`` rows of w2: the best candidates of rows ``row`` at one step after ``prev``, of
+        which w2 multiplies ``embed`` ``[n, r]``.
+        """
+        slices = _slices(row.numel(), ROWS_AT_ONCE)
+        parts = [self._best(prev[p], row[p], step, embed[p]) for p in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _best(self, prev: Tensor, row: Tensor, step: int) -> Tensor:
+    def _best(self, prev: Tensor, row: Tensor, step: int, embed: Tensor) -> Tensor:
         head = self._head
         index, base, g = self._candidates(prev, row, step)
         w2 = head.weights.dequantized(index.flatten()).view(*index.shape, -1)
-        bias = torch.bmm(w2, head.w1.index_select(0, prev).float().unsqueeze(2)).squeeze(2)
+        bias = torch.bmm(w2, embed.float().unsqueeze(2)).squeeze(2)
         # Rounded as the logits will be: they tie, or lose, by their last place.
         logits = (base + head.transform(bias.to(head.dtype))).to(self._dtype)
         score = logits.float() + g
@@ -190,15 +193,14 @@ class Candidates:
         g = self._gate.approximate(self._gate.ranks_of(self._state[row, step], place))
         return torch.where(self._cold[row, step].unsqueeze(1), 0.0, g)
 
-    def floors(self, prev: Tensor, row: Tensor, step: Tensor, place: Tensor) -> Tensor:
+    def floors(self, embed: Tensor, row: Tensor, step: Tensor, place: Tensor) -> Tensor:
         """Scores that the steps' best are not below: those of guesses, roundings taken off.
 
-        All arguments are ``[n]``, ``place`` the guessed rows of w2; fp32, -inf where a guess's is
-        no number.
+        ``embed`` is ``[n, r]``, the others are ``[n]``, ``place`` the guessed rows of w2; fp32,
+        -inf where a guess's is no number.
         """
         head, base = self._head, self._logits[row, step, place]
-        w1, w2 = head.w1[prev].float(), head.weights.dequantized(place)
-        products = w1 * w2
+        products = embed.float() * head.weights.dequantized(place)
         bias = head.transform(products.sum(dim=1).to(head.dtype))
         temp, g = self._temp[row, step], self._noise(row, step, place.unsqueeze(1)).squeeze(1)
         score = (base + bias).to(self._dtype).float() / temp + g

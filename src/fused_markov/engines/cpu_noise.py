@@ -44,17 +44,20 @@ class NoiseGate:
     Args:
         head: the Markov head whose candidates are gated.
         noise_dtype: float32 or float64.
+        stream: a murmur3 stream of `noise.STREAMS`; `cpu_philox` has the gate of the others.
     """
 
-    def __init__(self, head: MarkovHead, noise_dtype: torch.dtype) -> None:
-        self.noise_dtype = noise_dtype
+    def __init__(
+        self, head: MarkovHead, noise_dtype: torch.dtype, stream: str = noise.STREAM
+    ) -> None:
+        self.noise_dtype, self.stream = noise_dtype, stream
         self.most = MAX_NOISE[noise_dtype]
         runs = -(-head.draft_vocab // RUN)
         keys = torch.zeros(runs * RUN, dtype=torch.int32)
         for low, high in head.cpu_blocks():
             ids = head.target_ids(torch.arange(low, high))
             # rotl distributes over xor: the key and the row's state can be rotated beforehand.
-            keys[low:high] = _to_int32(noise._rotl(noise._mix_key(ids), 13))
+            keys[low:high] = noise.token_keys(ids, stream)
         keys[head.draft_vocab :] = keys[head.draft_vocab - 1]  # it stands for what is missing
         self._keys = keys.view(runs, RUN)
         self._mixed, self._middle = _constant(0xE6546B64), _constant(0x85EBCA6B)
@@ -67,7 +70,8 @@ class NoiseGate:
     def states(self, seed: Tensor, step: Tensor, position: Tensor) -> Tensor:
         """int32 hash states before the token, for `ranks`. int64 arguments of one shape."""
         domain = noise.FP64_DOMAIN if self.noise_dtype == torch.float64 else 0
-        return _to_int32(noise._rotl(noise.prefix(seed, step, position, domain), 13))
+        state = noise.prefix(seed, step, position, domain, self.stream)
+        return _to_int32(noise._rotl(state, 13))
 
     def ranks(self, state: Tensor, run: Tensor) -> Tensor:
         """How far each token's noise is from the largest: int32 ``[n, RUN]``, smaller is larger.
@@ -148,7 +152,7 @@ class NoiseGate:
     ) -> Tensor:
         """`noise.gumbel` of the other arguments, all ``[n]``, whose ranks are known."""
         if self.noise_dtype == torch.float64:
-            return noise.gumbel(seed, step, position, token, torch.float64)
+            return noise.gumbel(seed, step, position, token, torch.float64, self.stream)
         return -torch.log(-noise._log1p_neg(noise.uniform32(_hash_of(rank))))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_markov.batch import DraftBatch, DraftResult
 from fused_markov.engines import Plan
+from fused_markov.engines.gpu_heads import GpuHeads
 from fused_markov.engines.launch import (
     head_data,
     make_inputs,
@@ -34,11 +36,12 @@ class TritonEngine(ABC):
 
     def __init__(self, head: MarkovHead, plan: Plan) -> None:
         self._head, self._plan = head, plan
-        self._data = head_data(head)
+        self._data = head_data(head, plan.noise_stream)
         self._multiprocessors = multiprocessors(head.device)
         self._slots = torch.arange(plan.max_rows, device=head.device)
         size = plan.max_rows * plan.steps
         self._nonfinite = torch.zeros(size, dtype=torch.uint8, device=head.device)
+        self._heads = None if head.hidden_size is None else GpuHeads(head, plan, self._options)
 
     @property
     def plan(self) -> Plan:
@@ -54,6 +57,10 @@ class TritonEngine(ABC):
         """Launch a decode step; there may be no rows."""
 
     @abstractmethod
+    def _options(self, num_warps: int) -> dict[str, Any]:
+        """How the GPU's small kernels are compiled."""
+
+    @abstractmethod
     def _row_limits(self) -> list[int]:
         """The most rows of each configuration, ascending."""
 
@@ -66,9 +73,14 @@ class TritonEngine(ABC):
         nonfinite, slots = self._nonfinite, self._slots
         io = make_inputs(head, self._data, batch, logits_cache, tokens, nonfinite, slots)
         with on_device(head.device):
+            if self._heads is not None:
+                io = self._heads.before(batch, io)
             self._launch(io, batch, logits_cache)
+            if self._heads is not None:
+                self._heads.after(batch, io)
         flags = nonfinite[: batch.rows * batch.steps].view(shape).view(torch.bool)
-        return DraftResult(tokens, flags, self.name, self._passes)
+        judged = (None, None) if self._heads is None else self._heads.result(batch)
+        return DraftResult(tokens, flags, self.name, self._passes, *judged)
 
     def warmup(
         self,

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from fused_markov import noise
 from fused_markov.batch import DraftBatch, cache_is_target_wide, logits_dtype
+from fused_markov.engines import Plan
 from fused_markov.engines.amd import processor_of, read_report, unsized
 from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
-from fused_markov.kernels.args import Inputs, Shape
+from fused_markov.kernels.args import HiddenInputs, Inputs, Shape
 from fused_markov.weights import NVFP4
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+VARIANTS = {"gated": 1, "rnn": 2}  # as `kernels.variant` knows them
 MAX_RANK = 1024
 REGISTERS = 65536  # of a multiprocessor, on every NVIDIA GPU that Triton knows
 WEIGHTS = frozenset(("w1", "w2"))
@@ -49,7 +51,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def compiled_for(kernel: Any, io: Inputs, *rest: Any, **options: Any) -> Any:
+def compiled_for(kernel: Any, io: Inputs | HiddenInputs, *rest: Any, **options: Any) -> Any:
     """The one compiled kernel for all sizes and strides of these types.
 
     Triton specialises on the numbers in a tuple whatever `do_not_specialize` says: on 1, and on
@@ -66,7 +68,9 @@ def _plain(number: int) -> int:
     return 3 if -(2**31) <= number < 2**31 else 2**40 + 3
 
 
-def launch(kernel: Any, programs: int, io: Inputs, *rest: Any, **options: Any) -> None:
+def launch(
+    kernel: Any, programs: int, io: Inputs | HiddenInputs, *rest: Any, **options: Any
+) -> None:
     """Launch a kernel of `compiled_for`; under the interpreter there is nothing to compile."""
     if triton.knobs.runtime.interpret:
         kernel[(programs,)](io, *rest, **options)
@@ -120,6 +124,16 @@ def least_piece(head: MarkovHead) -> int:
     return 32 if head.weights.format == NVFP4 else 16
 
 
+def piece_of_chain(head: MarkovHead) -> int:
+    """Part of the rank that a chain's step multiplies at a time: 256 bytes a row.
+
+    Half of that makes the passes' registers spill (61.9 to 71.1 us at one row with successors).
+    """
+    whole = max(least_piece(head), int(triton.next_power_of_2(head.rank)))
+    piece = min(256 // head.dtype.itemsize, whole)
+    return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
+
+
 @dataclass(frozen=True)
 class HeadData:
     """What the kernels read of a head beside W1."""
@@ -133,16 +147,16 @@ class HeadData:
     w2_words: Tensor
 
 
-def head_data(head: MarkovHead) -> HeadData:
-    """Id map (a dummy where there is none), unmapped target ids, and the candidates' hash keys."""
+def head_data(head: MarkovHead, stream: str = noise.STREAM) -> HeadData:
+    """Id map (a dummy where there is none), unmapped target ids, and the candidates' noise keys."""
     if head.id_map is None:
         none = torch.zeros(1, dtype=torch.int64, device=head.device)
-        keys = noise.token_keys(torch.arange(head.draft_vocab, device=head.device))
+        keys = noise.token_keys(torch.arange(head.draft_vocab, device=head.device), stream)
         return HeadData(none, none.to(torch.int32), keys, *_stored(head, keys))
     unmapped = torch.ones(head.vocab_size, dtype=torch.bool, device=head.device)
     unmapped[head.id_map] = False
     holes = unmapped.nonzero().squeeze(1).to(torch.int32)
-    keys = noise.token_keys(head.id_map)
+    keys = noise.token_keys(head.id_map, stream)
     return HeadData(head.id_map.contiguous(), holes, keys, *_stored(head, keys))
 
 
@@ -239,6 +253,9 @@ def make_inputs(
         fill_from=fill_from,
         scale=head.scale,
         soft_cap=head.soft_cap or 1.0,
+        table=head.w1,
+        context=head.w1,
+        mix=head.w1,
         w2_scale=data.w2_scale,
         w2_groups=data.w2_groups,
         w2_words=data.w2_words,
@@ -254,9 +271,10 @@ def aligned(head: MarkovHead, batch: DraftBatch, cache: Tensor | None) -> bool:
 
 
 def make_shape(
-    head: MarkovHead, chip: Chip, batch: DraftBatch, cache: Tensor | None, fp64: bool, **tiles: Any
+    head: MarkovHead, chip: Chip, batch: DraftBatch, cache: Tensor | None, plan: Plan, **tiles: Any
 ) -> Shape:
     """What the compiler must know of a checked batch, with the engine's tile sizes."""
+    noisy = batch.temperature is not None
     wide = cache is not None and cache_is_target_wide(head, cache.shape[2])
     filled = cache is not None and cache.shape[2] > (
         head.draft_vocab if head.id_map is None or wide else cache.shape[2]
@@ -265,8 +283,8 @@ def make_shape(
         STEPS=batch.steps,
         STEPS_P2=triton.next_power_of_2(batch.steps),
         RANK=head.rank,
-        NOISE=batch.temperature is not None,
-        FP64=fp64 and batch.temperature is not None,
+        NOISE=noisy,
+        FP64=noisy and plan.noise_dtype == torch.float64,
         CACHED=cache is not None,
         MAPPED=head.id_map is not None,
         TARGET_WIDE=wide,
@@ -280,6 +298,10 @@ def make_shape(
         LOGIT=DTYPES[torch.promote_types(batch.base_logits.dtype, head.dtype)],
         CACHE=DTYPES[logits_dtype(head, batch, cache)],
         PASSES=2 * batch.steps,
+        # Without noise the stream is nobody's: one kernel for all.
+        STREAM=plan.noise_stream if noisy else noise.STREAM,
+        TEMPERED=noisy and plan.cache_convention == "tempered",
+        VARIANT=0 if head.variant is None else VARIANTS[head.variant.kind],
         FORMAT=head.weights.format,
         SCALE_ROWS=0 if head.weights.block[0] == head.weights.rows else head.weights.block[0],
         SCALE_RANK=head.weights.block[1] if head.weights.parts > 1 else 0,

@@ -25,8 +25,16 @@ class LoopEngine:
     def sample(
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
-        dtype = self._plan.noise_dtype
-        return reference.sample(self._head, batch, logits_cache, tokens, noise_dtype=dtype)
+        plan = self._plan
+        return reference.sample(
+            self._head,
+            batch,
+            logits_cache,
+            tokens,
+            noise_dtype=plan.noise_dtype,
+            noise_stream=plan.noise_stream,
+            cache_convention=plan.cache_convention,
+        )
 
     def warmup(
         self,

@@ -13,6 +13,7 @@ from fused_markov.engines import Plan
 from fused_markov.engines.chips import Chip, chip_of
 from fused_markov.engines.configs import CANDIDATES, OnePassConfig
 from fused_markov.engines.gpu import TritonEngine
+from fused_markov.engines.gpu_heads import new_state
 from fused_markov.engines.launch import (
     block_k,
     block_v,
@@ -20,6 +21,7 @@ from fused_markov.engines.launch import (
     launch,
     make_shape,
     multiprocessors,
+    piece_of_chain,
     piece_of_rank,
     resident_programs,
 )
@@ -77,7 +79,7 @@ class OnePassEngine(TritonEngine):
             self._chip,
             batch,
             cache,
-            self._plan.noise_dtype == torch.float64,
+            self._plan,
             CANDIDATES=CANDIDATES,
             CHUNKS=config.chunks,
             GUESS_M=config.guess_m,
@@ -88,6 +90,7 @@ class OnePassEngine(TritonEngine):
             SUCCESSORS_P2=max(16, triton.next_power_of_2(successors)),
             LINK_K=piece_of_rank(self._head),
             LINK_STAGES=config.link_stages,
+            CHAIN_K=piece_of_chain(self._head),
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, self._head),
             BLOCK_K=block_k(self._head, self._chip),
@@ -105,7 +108,7 @@ class OnePassEngine(TritonEngine):
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
         launch(guess_kernel, guesses, io, scratch, shape, **self._options(config.guess_warps))
         link_options = self._options(config.link_warps)
-        if shape.SUCCESSORS:
+        if shape.SUCCESSORS or shape.VARIANT or not config.predecessors:
             launch(chain_kernel, io.rows, io, scratch, shape, **link_options)
         else:
             links = row_steps * (CANDIDATES // config.predecessors)
@@ -174,4 +177,6 @@ def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) 
         parts=new(1),
         arrivals=new(1, dtype=torch.int64),
         passes=new(1, dtype=torch.int64),
+        state=new_state(head, plan),
+        before=new(m),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -11,11 +13,12 @@ from fused_markov.engines import Plan
 from fused_markov.engines.chips import Chip, chip_of
 from fused_markov.engines.configs import PerStepConfig
 from fused_markov.engines.gpu import TritonEngine
+from fused_markov.engines.gpu_heads import WARPS, embed_programs, new_state
 from fused_markov.engines.launch import block_k, block_v, launch, make_shape
 from fused_markov.engines.tuned import choose
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, StepScratch
-from fused_markov.kernels.per_step import last_kernel, step_kernel
+from fused_markov.kernels.per_step import embed_kernel, last_kernel, step_kernel
 
 
 class PerStepEngine(TritonEngine):
@@ -41,8 +44,12 @@ class PerStepEngine(TritonEngine):
         self._scratch = StepScratch(
             best=torch.zeros(parts, rows, dtype=plan.noise_dtype, device=device),
             best_id=torch.zeros(parts, rows, dtype=torch.int32, device=device),
+            state=new_state(head, plan),
         )
         self._passes = torch.tensor(plan.steps, device=device)
+
+    def _options(self, num_warps: int) -> dict[str, Any]:
+        return self._chip.options(num_warps)
 
     def _row_limits(self) -> list[int]:
         return [c.max_rows for c in self._configs]
@@ -57,7 +64,7 @@ class PerStepEngine(TritonEngine):
             self._chip,
             batch,
             cache,
-            self._plan.noise_dtype == torch.float64,
+            self._plan,
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, head),
             BLOCK_K=block_k(head, self._chip),
@@ -66,6 +73,10 @@ class PerStepEngine(TritonEngine):
         programs = self._multiprocessors * config.programs_per_sm
         options = self._chip.options(config.num_warps)
         for step in range(batch.steps):
+            if shape.VARIANT:
+                blocks = embed_programs(rows, head)
+                more = (step, programs, shape)
+                launch(embed_kernel, blocks, io, self._scratch, *more, **self._options(WARPS))
             launch(step_kernel, programs, io, self._scratch, step, shape, **options)
         blocks = triton.cdiv(rows, config.block_m)
         launch(last_kernel, blocks, io, self._scratch, programs, shape, **options)

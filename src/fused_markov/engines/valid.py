@@ -39,7 +39,7 @@ def why_invalid(config: Config, vocab: int) -> str | None:
     """
     for name, value in asdict(config).items():
         least = LENGTHS.get(name, 0 if name == "check_registers" else 1)
-        if value < least:
+        if value < least and not (name == "predecessors" and value == 0):  # 0: chains
             return f"{name} = {value} is below {least}"
         if name in LENGTHS and value & (value - 1):
             return f"{name} = {value} is no power of two"

@@ -46,7 +46,9 @@ def padding_calls(
         default = _default_example(head, plan, noise)
         cache = None
         if cached:
-            cache = torch.empty(1, dtype=head.dtype, device=head.device)
+            tempered = plan.cache_convention == "tempered"
+            dtype = torch.float32 if tempered else head.dtype
+            cache = torch.empty(1, dtype=dtype, device=head.device)
             cache = cache.expand(1, plan.steps, head.vocab_size)
         yield _padding_call(head, plan, rows, default, cache, tokens)
 
@@ -62,7 +64,18 @@ def _default_example(head: MarkovHead, plan: Plan, noise: bool) -> DraftBatch:
         index,
         temperature,
         index[:, 0] if noise else None,
+        None,
+        *_default_heads(head, plan),
     )
+
+
+def _default_heads(head: MarkovHead, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+    """Hidden states and confidences asked for, of a head that reads them."""
+    if head.hidden_size is None:
+        return None, None
+    hidden = torch.empty(1, dtype=head.dtype, device=head.device)
+    limits = None if head.confidence is None else torch.empty(1, device=head.device)
+    return hidden.expand(1, plan.steps, head.hidden_size), limits
 
 
 def _padding_call(
@@ -87,11 +100,21 @@ def _padding_call(
         _stand_in(example.temperature, (1,)) if example.temperature is not None else None,
         _stand_in(example.seeds, (1,)) if noise and example.seeds is not None else None,
         slots,
+        *_stand_in_heads(head, plan, rows, example),
     )
     cache = None
     if logits_cache is not None:
         cache = _stand_in(logits_cache, (1, steps, logits_cache.shape[2]))
     return batch, cache, None if tokens is None else _stand_in(tokens, (rows, steps))
+
+
+def _stand_in_heads(
+    head: MarkovHead, plan: Plan, rows: int, example: DraftBatch
+) -> tuple[Tensor | None, Tensor | None]:
+    hidden, limits = example.hidden, example.min_confidence
+    if hidden is not None:
+        hidden = _stand_in(hidden, (rows, plan.steps, hidden.shape[2]))
+    return hidden, None if limits is None else _stand_in(limits, (1,))
 
 
 def _stand_in(like: Tensor, shape: tuple[int, ...], value: int = 0) -> Tensor:

@@ -42,6 +42,8 @@ class VllmDrafter:
             steps=speculator.num_speculative_steps,
             engine=os.environ.get(ENGINE, "auto"),
             noise_dtype=torch.float64 if speculator.use_fp64_gumbel else torch.float32,
+            noise_stream=version.stream,
+            cache_convention=version.cache,
         )
         self.sampler.warmup()
 
@@ -182,6 +184,10 @@ class VllmDrafter:
             return f"base logits {width} wide for {self.head.draft_vocab} candidates"
         cache = speculator.draft_logits
         dtype = self._result_dtype(batch)
+        if self.version.cache == "tempered":
+            return (
+                None  # vLLM divides in fp32, whatever the logits are; the sampler checks the rest
+            )
         # Without a scatter buffer vLLM samples from the logits as they were before the cache.
         if cache is not None and self.head.id_map is None and cache.dtype != dtype:
             return f"{dtype} logits beside a {cache.dtype} cache"

@@ -9,7 +9,7 @@ class Inputs(NamedTuple):
     w1: Any  # [w1_rows, rank] Markov embedding by target id
     w2: Any  # [w2_rows, rank] Markov bias, one row a candidate; int8 codes where FORMAT says so
     id_map: Any  # [V] int64 target id of each candidate (MAPPED)
-    keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids
+    keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids, of the stream
     successors: Any  # [vocab_size, SUCCESSORS] int32 candidates that stand out after a token
     holes: Any  # [num_holes] int32 target ids below vocab_size that no candidate maps to
     base: Any  # [R, S, >=V] base logits
@@ -43,6 +43,10 @@ class Inputs(NamedTuple):
     fill_from: Any  # first of the cache columns past the vocabulary
     scale: Any
     soft_cap: Any
+    # Of a head with a variant (VARIANT): `w1` is then the scratch of z; see `kernels.variant`.
+    table: Any  # [w1_rows, rank] W1
+    context: Any  # [M, outs] fp32 the layer's part of the hidden states
+    mix: Any  # [outs, rank or 2 * rank] the layer's weights for state and embedding
     w2_scale: Any  # [row blocks, SCALE_PARTS] fp32 scales of a W2 in fewer bits
     w2_groups: Any  # [w2_rows, rank / 16] int8 codes of NVFP4's e4m3 scales
     w2_words: Any  # w2's codes as int32 (PER_WORD)
@@ -74,6 +78,8 @@ class Scratch(NamedTuple):
     parts: Any  # [1] int32 how many parts the last check had
     arrivals: Any  # [1] int64 grid barrier
     passes: Any  # [1] int64 result: passes over W2
+    state: Any = None  # [M, rank] a variant's state after each row-step (VARIANT)
+    before: Any = None  # [M] int32 the token before each row-step, as guessed (VARIANT)
 
 
 class StepScratch(NamedTuple):
@@ -81,6 +87,49 @@ class StepScratch(NamedTuple):
 
     best: Any  # [2 * programs, R] fp32 or fp64 best score in each program's part of the vocabulary
     best_id: Any  # [2 * programs, R] int32 their target ids
+    state: Any = None  # [M, rank] a variant's state after each row-step (VARIANT)
+
+
+class HiddenInputs(NamedTuple):
+    """What is made of hidden states; see `kernels.hidden`. M = R * S, strides in elements."""
+
+    hidden: Any  # [R, S, width]
+    hidden_weight: Any  # [outs, width] a variant's weights
+    hidden_bias: Any  # [outs]
+    context: Any  # [M, outs] fp32, to fill
+    confidence_weight: Any  # [width] fp32, or [width + rank]
+    confidence_bias: Any  # fp32
+    confidence: Any  # [M] fp32, to fill
+    limit: Any  # [N] by slot
+    cut_slots: Any  # [M] int64, to fill
+    lengths: Any  # [R] int64, to fill
+    w1: Any
+    anchors: Any
+    slots: Any
+    tokens: Any
+    nonfinite: Any
+    hidden_row: Any
+    hidden_step: Any
+    limit_slot: Any
+    anchor_row: Any
+    slot_row: Any
+    slot_step: Any
+    token_row: Any
+    token_step: Any
+    rows: Any  # R
+    vocab_size: Any
+    outs: Any
+    width: Any  # H
+
+
+class HiddenShape(NamedTuple):
+    """What the compiler must know for `kernels.hidden`."""
+
+    STEPS: int
+    STEPS_P2: int
+    RANK: int
+    WITH_MARKOV: bool  # the confidence head reads W1's rows
+    WEIGHT: Any  # dtype of w1 and a variant's weights
 
 
 class Shape(NamedTuple):
@@ -121,6 +170,11 @@ class Shape(NamedTuple):
     SUCCESSORS_P2: int = 0  # so, rounded up to a power of two
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight
+    CHAIN_K: int = 0  # part of the rank that a chain's step multiplies at a time
+    STREAM: str = "vllm-0.33"  # name of the noise stream
+    TEMPERED: bool = False  # the cache holds logits divided by temperature
+    # a head with a variant
+    VARIANT: int = 0  # none, 1: gated, 2: rnn
     # how W2 is stored
     FORMAT: str = "plain"  # or "fp8", "int8", "nvfp4"
     SCALE_ROWS: int = 1  # candidates that share a scale; 0: all

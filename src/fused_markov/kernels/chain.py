@@ -1,58 +1,116 @@
-"""Chain: a row's guessed tokens one after another, each the exact best candidate after the last.
+"""Chain: a row's guessed tokens one after another, each the best candidate after the last.
 
 A step's candidates are the guess's and, where the head's are known, the successors of the token
-before: a strong bias puts tokens first whose base logits do not stand out.
+before: a strong bias puts tokens first whose base logits do not stand out. Scores are exact but for
+the order in which a bias is summed, which the gate's margin covers.
 """
 
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.link import best_of, gate_of, load_row_noise
-from fused_markov.kernels.rows import as_scalar, load_slot, merge_best
-from fused_markov.kernels.walk import load_records, store_records
+from fused_markov.kernels.link import gate_of, product
+from fused_markov.kernels.logits import finish_logits
+from fused_markov.kernels.noise import gumbel, scores
+from fused_markov.kernels.rows import NO_ID, as_scalar, base_offset, target_id
+from fused_markov.kernels.variant import embed_index, embed_row, keep_before
+from fused_markov.kernels.walk import load_row, places, store_records
+from fused_markov.kernels.weights import stored_product
 
 ALIKE = tl.constexpr(16)  # a matrix unit multiplies 16 rows at the least; all are the same
 
 
 @triton.jit
-def _best_after(io, scratch, m, slot, prev, cfg: tl.constexpr):
-    """Best candidate of row-step ``m`` after token ``prev``: its target id, need and sure."""
-    noise = load_row_noise(io, m, slot, cfg)
-    rows = prev + 0 * tl.arange(0, ALIKE)
-    v = tl.load(scratch.candidates + m * cfg.CANDIDATES + tl.arange(0, cfg.CANDIDATES))
-    top, token, logit = best_of(io, m, noise, rows, v, v >= 0, cfg)
-    if cfg.SUCCESSORS > 0:
-        i = tl.arange(0, cfg.SUCCESSORS_P2)
-        inside = i < cfg.SUCCESSORS
+def _better(z, tid, x, other_z, other_tid, other_x):
+    """The better of two scored tokens; the lower id where the scores are equal."""
+    take = (other_z > z) | ((other_z == z) & (other_tid < tid))
+    return (
+        tl.where(take, other_z, z),
+        tl.where(take, other_tid, tid),
+        tl.where(take, other_x, x),
+    )
+
+
+@triton.jit
+def _scored(io, m, noise, prev, v, inside, cfg: tl.constexpr):
+    """Score, target id and logit of the candidates ``v`` [n] of row-step ``m`` after ``prev``."""
+    temp, state, state64 = noise
+    tid = target_id(io, v, inside, cfg)
+    at = base_offset(io, m // cfg.STEPS, m % cfg.STEPS, cfg)
+    base = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
+    rows = tl.arange(0, ALIKE)
+    after = embed_index(m, prev, cfg) + 0 * rows
+    if cfg.FORMAT == "plain":
+        acc = product(io, after, v, after >= 0, inside, cfg.CHAIN_K, cfg.LINK_STAGES, cfg)
+    else:
+        acc = stored_product(io, after, v, after >= 0, inside, cfg.CHAIN_K, cfg.LINK_STAGES, cfg)
+    acc = tl.sum(tl.where((rows == 0)[:, None], acc, 0.0), axis=0)
+    x = finish_logits(acc, base, io.scale, io.soft_cap, cfg)
+    if cfg.NOISE:
+        z = scores(x, temp, gumbel(state, state64, tid, cfg), cfg)
+    else:
+        z = tl.where(x == x, x, float("-inf"))
+    return z, tl.where(inside, tid, NO_ID), x
+
+
+@triton.jit
+def _best_after(io, m, noise, prev, candidates, cfg: tl.constexpr):
+    """Best of ``candidates`` and of the successors of ``prev`` at row-step ``m``: its score, target
+    id and logit.
+    """
+    i = tl.arange(0, cfg.SUCCESSORS_P2)
+    inside = i < cfg.SUCCESSORS
+    if cfg.SUCCESSORS > 0:  # asked for first, as the rest waits for it
         at = prev.to(tl.int64) * cfg.SUCCESSORS + i
-        v = tl.load(io.successors + at, mask=inside, other=0)
-        other, other_token, other_logit = best_of(io, m, noise, rows, v, inside, cfg)
-        first = top
-        top, token = merge_best(top, token, other, other_token)
-        logit = tl.where(top > first, other_logit, logit)
-    need, sure = gate_of(top, logit, noise[0])
-    return tl.max(token, axis=0), tl.max(need, axis=0), tl.max(sure, axis=0)
+        successors = tl.load(io.successors + at, mask=inside, other=0)
+    best = _scored(io, m, noise, prev, candidates, candidates >= 0, cfg)
+    z, tid, x = tl.reduce(best, 0, _better)
+    if cfg.SUCCESSORS > 0:
+        other = tl.reduce(_scored(io, m, noise, prev, successors, inside, cfg), 0, _better)
+        z, tid, x = _better(z, tid, x, other[0], other[1], other[2])
+    return z, tid, x
+
+
+@triton.jit
+def _load_candidates(scratch, m, inside, cfg: tl.constexpr):
+    at = m * cfg.CANDIDATES + tl.arange(0, cfg.CANDIDATES)
+    return tl.load(scratch.candidates + at, mask=inside, other=0)
+
+
+@triton.jit
+def _of_step(vector, s, step):
+    """Entry ``step`` of a vector over ``s``, as a scalar."""
+    return tl.sum(tl.where(s == step, vector, vector * 0), axis=0)
 
 
 @triton.jit
 def chain_row(io, scratch, r, start, prev, gated, counter, cfg: tl.constexpr):
     """Guess row ``r`` from step ``start`` on after ``prev``; its first step ungated if so asked."""
-    records = load_records(io, r, start, counter, cfg)
-    s = records[0]
+    row = load_row(io, r, start, cfg)
+    s, live, temps, states, states64 = row[0], row[3], row[4], row[5], row[6]
+    place = places(live, counter)
     guess, before, need, sure = 0 * s, 0 * s, 0.0 * s, 0.0 * s
     open_gate = gated == 0
+    following = _load_candidates(scratch, r * cfg.STEPS + start, r >= 0, cfg)
     for step in range(start, cfg.STEPS):
-        slot = load_slot(io, r, as_scalar(step), True)
+        m = r * cfg.STEPS + step
+        # Asked for a step ahead: one latency less between a token and the next.
+        candidates = following
+        following = _load_candidates(scratch, m + 1, step + 1 < cfg.STEPS, cfg)
         before = tl.where(s == step, prev, before)
-        prev = prev * 0
-        if slot >= 0:
-            m = r * cfg.STEPS + step
-            token, step_need, step_sure = _best_after(
-                io, scratch, m, slot, tl.max(tl.where(s == step, before, 0), axis=0), cfg
-            )
+        after, prev = prev, prev * 0
+        if _of_step(live.to(tl.int32), s, step) > 0:
+            if cfg.VARIANT > 0:
+                embed_row(io, scratch, r, as_scalar(step), after, cfg)
+            temp = _of_step(temps, s, step)
+            noise = temp, _of_step(states, s, step), _of_step(states64, s, step)
+            z, token, logit = _best_after(io, m, noise, after, candidates, cfg)
+            step_need, step_sure = gate_of(z, logit, temp)
             guess = tl.where(s == step, token, guess)
             lowest = tl.where(open_gate & (step == start), float("-inf"), 0.0)
             need = tl.where(s == step, step_need + lowest, need)
             sure = tl.where(s == step, step_sure + lowest, sure)
             prev = token
-    store_records(io, scratch, r, start, records, guess, before, need, sure, cfg)
+    if cfg.VARIANT > 0:
+        keep_before(io, scratch, r, s, row[1], before, cfg)
+    before = embed_index(r * cfg.STEPS + s, before, cfg)
+    store_records(io, scratch, r, start, row, place, guess, before, need, sure, cfg)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fused_markov.kernels.link import product, rows_of
 from fused_markov.kernels.logits import finish_logits
-from fused_markov.kernels.noise import bound_terms, gumbel, reach, scores
+from fused_markov.kernels.noise import bound_terms, gumbel, reach, scores, tempered_logits
 from fused_markov.kernels.rows import (
     NO_ID,
     as_scalar,
@@ -71,7 +71,7 @@ def _best_gated(x, need, temp, state, state64, tid, key, cfg: tl.constexpr):
         token = tl.min(tl.where(furthest, tid[None, :], NO_ID), axis=1)
         here = tid[None, :] == token[:, None]
         logit = tl.max(tl.where(here, x, float("-inf")), axis=1)
-        z = scores(logit, temp, gumbel(state, state64, token, cfg.FP64), cfg.FP64)
+        z = scores(logit, temp, gumbel(state, state64, token, cfg), cfg)
         best, best_id = merge_best(best, best_id, tl.where(active, z, float("-inf")), token)
         # Without noise the first round's token is the row's: the lowest id of the largest logits.
         raised = tl.where(temp == 0.0, float("inf"), tl.maximum(need, gate(best)))
@@ -125,7 +125,10 @@ def _finish_tile(io, x, key, tile, in_vocab, rows, best, best_id, need, cfg: tl.
             at = cache_at[:, None] + target_id(io, v, in_vocab, cfg)[None, :]
         else:
             at = (cache_at + tile.to(tl.int64) * cfg.BLOCK_V)[:, None] + lane[None, :]
-        tl.store(io.cache + at, x.to(cfg.CACHE), mask=inside)
+        kept = x
+        if cfg.TEMPERED and cfg.NOISE:
+            kept = tempered_logits(x, temp[:, None], cfg)
+        tl.store(io.cache + at, kept.to(cfg.CACHE), mask=inside)
     if not cfg.EVEN:
         x = tl.where(in_vocab[None, :], x, float("-inf"))
     if cfg.NOISE:

@@ -87,7 +87,7 @@ def best_of(io, m, noise, prev, v, inside, cfg: tl.constexpr):
         acc = stored_product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
     x = finish_logits(acc, base[None, :], io.scale, io.soft_cap, cfg)
     if cfg.NOISE:
-        z = scores(x, temp, gumbel(state, state64, tid, cfg.FP64)[None, :], cfg.FP64)
+        z = scores(x, temp, gumbel(state, state64, tid, cfg)[None, :], cfg)
     else:
         z = tl.where(x == x, x, float("-inf"))
     top = tl.max(z, axis=1)

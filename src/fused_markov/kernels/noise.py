@@ -1,7 +1,12 @@
-"""The noise stream of `fused_markov.noise` on the device, and a cheap upper bound of it."""
+"""The noise streams of `fused_markov.noise` on the device, and a cheap upper bound of it.
+
+Which stream is a constexpr, ``cfg.STREAM``. The murmur3 streams are here; `philox` has the others.
+"""
 
 import triton
 import triton.language as tl
+
+from fused_markov.kernels.philox import bound_word, philox_gumbel, request_word
 
 DRAFT_SALT = tl.constexpr(1 << 30)
 FP64_DOMAIN = tl.constexpr(0x9E3779B9)
@@ -10,6 +15,12 @@ BITS_A_DOUBLING = tl.constexpr(float(1 << 23))
 BITS_AT_ONE = tl.constexpr(float(127 << 23))
 # 159 * ln 2 (127 of the float's exponent bias and 32 of the hash's width), rounded up.
 BOUND_AT_ZERO = tl.constexpr(110.2106)
+
+
+@triton.constexpr_function
+def is_philox(stream):
+    """Whether a stream's words come from Philox; they come from murmur3 otherwise."""
+    return stream in ("vllm-0.25", "vllm-0.29")
 
 
 @triton.jit
@@ -29,10 +40,29 @@ def mix(h, mixed_key):
 
 
 @triton.jit
-def row_state(seed, step, position, DOMAIN: tl.constexpr):
-    """Hash state of a row and step before the token id is mixed in (uint32)."""
-    seed = seed.to(tl.int64) ^ (step.to(tl.int64) << 32)
-    word = position.to(tl.int64) - 1 + DRAFT_SALT
+def row_words(seed, step, position, cfg: tl.constexpr):
+    """The two int64 words of a row and step."""
+    seed = seed.to(tl.int64)
+    if cfg.STREAM == "vllm-0.33":
+        seed = seed ^ (step.to(tl.int64) << 32)
+    word = position.to(tl.int64) - 1
+    if cfg.STREAM != "vllm-0.25":
+        word += DRAFT_SALT
+    return seed, word
+
+
+@triton.jit
+def row_state(seed, step, position, DOMAIN: tl.constexpr, cfg: tl.constexpr):
+    """State of a row and step before the token id is mixed in (uint32)."""
+    seed, word = row_words(seed, step, position, cfg)
+    if is_philox(cfg.STREAM):
+        return request_word(seed, word)
+    else:
+        return murmur_state(seed, word, DOMAIN)
+
+
+@triton.jit
+def murmur_state(seed, word, DOMAIN: tl.constexpr):
     h = (seed * 0).to(tl.uint32) ^ DOMAIN
     h = mix(h, mix_key((seed & 0xFFFFFFFF).to(tl.uint32)))
     h = mix(h, mix_key(((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)))
@@ -88,11 +118,13 @@ def reach(x, terms, state, state64, mixed_token, ROUGH: tl.constexpr, cfg: tl.co
     inverse, top, per_bit = terms
     if cfg.FP64:
         state = state64
-    if ROUGH:
+    if is_philox(cfg.STREAM):
+        h = bound_word(state[:, None], mixed_token[None, :], cfg.FP64)
+    elif ROUGH:
         h = token_hash_high(state[:, None], mixed_token[None, :])
     else:
         h = token_hash(state[:, None], mixed_token[None, :])
-    if cfg.FP64:
+    if cfg.FP64 and not is_philox(cfg.STREAM):
         h ^= 0xFFFFFFFF
     value = h.to(tl.float32)
     if ROUGH and cfg.PTX:
@@ -100,6 +132,9 @@ def reach(x, terms, state, state64, mixed_token, ROUGH: tl.constexpr, cfg: tl.co
         bits = rough_log2(value) * BITS_A_DOUBLING + BITS_AT_ONE
     else:
         bits = value.to(tl.int32, bitcast=True).to(tl.float32)
+        if cfg.FP64 and is_philox(cfg.STREAM):
+            # The one uniform of 1 gives infinite noise; finite here, for the rows without a need.
+            bits = tl.where(value == 0.0, -3.0e38, bits)
     return x * inverse[:, None] + (top[:, None] - bits * per_bit[:, None])
 
 
@@ -134,8 +169,16 @@ def gumbel64(high, low):
 
 
 @triton.jit
-def gumbel(state, state64, tid, FP64: tl.constexpr):
+def gumbel(state, state64, tid, cfg: tl.constexpr):
     """Exact noise of target ids ``tid``; ``state64``, the second hash's, is read in fp64 only."""
+    if is_philox(cfg.STREAM):
+        return philox_gumbel(state, tid.to(tl.uint32), cfg.FP64)
+    else:
+        return murmur_gumbel(state, state64, tid, cfg.FP64)
+
+
+@triton.jit
+def murmur_gumbel(state, state64, tid, FP64: tl.constexpr):
     key = mix_key(tid.to(tl.uint32))
     low = token_hash(state, key)
     if FP64:
@@ -145,10 +188,20 @@ def gumbel(state, state64, tid, FP64: tl.constexpr):
 
 
 @triton.jit
-def scores(x, temp, noise, FP64: tl.constexpr):
+def tempered_logits(x, temp, cfg: tl.constexpr):
+    """x / temp, or x where temp is 0; rounded as the reference does where it is cached."""
+    divisor = tl.where(temp == 0.0, 1.0, temp)
+    if cfg.TEMPERED:
+        return tl.div_rn(x, divisor)
+    else:
+        return x / divisor
+
+
+@triton.jit
+def scores(x, temp, noise, cfg: tl.constexpr):
     """What the argmax compares: x / temp + noise, or x where temp is 0. NaN becomes -inf."""
-    tempered = x / tl.where(temp == 0.0, 1.0, temp)
-    if FP64:
+    tempered = tempered_logits(x, temp, cfg)
+    if cfg.FP64:
         z = tl.where(temp == 0.0, x.to(tl.float64), tempered.to(tl.float64) + noise)
     else:
         z = tl.where(temp == 0.0, x, tempered + noise)

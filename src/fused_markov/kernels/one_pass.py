@@ -1,4 +1,6 @@
-"""The one-pass engine's kernels: guess; link and walk; check and settle until all is settled."""
+"""The one-pass engine's kernels: guess; link and walk, or chain; check and settle until all is
+settled.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +12,7 @@ from fused_markov.kernels.guess import guess_all
 from fused_markov.kernels.link import link_item
 from fused_markov.kernels.rows import as_scalar, load_anchor, load_slot
 from fused_markov.kernels.settle import settle_all
-from fused_markov.kernels.walk import walk_row
+from fused_markov.kernels.walk import load_row, walk_row
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
@@ -35,18 +37,19 @@ def link_kernel(io, scratch, cfg: tl.constexpr):
         m, part = as_scalar(item) // parts, item % parts
         r = m // cfg.STEPS
         slot = load_slot(io, r, m % cfg.STEPS, True)
+        row = load_row(io, r, r * 0, cfg)
         if slot >= 0:
             link_item(io, scratch, m, slot, part, cfg)
         tl.debug_barrier()
         if tl.atomic_add(scratch.links_left + r, 1, sem="acq_rel", scope="gpu") == per_row - 1:
             tl.debug_barrier()
             tl.store(scratch.links_left + r, 0)
-            walk_row(io, scratch, r, cfg)
+            walk_row(io, scratch, r, row, cfg)
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
 def chain_kernel(io, scratch, cfg: tl.constexpr):
-    """In place of links and walk: each row's chain of guesses, one program a row."""
+    """In place of links and walk: each row's chain of guesses, a program a row."""
     r = tl.program_id(0)
     anchor = load_anchor(io, r, r >= 0)
     chain_row(io, scratch, r, r * 0, anchor, r >= 0, scratch.num_active, cfg)

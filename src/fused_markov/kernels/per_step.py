@@ -19,6 +19,7 @@ from fused_markov.kernels.rows import (
     load_slot,
     winner_of_parts,
 )
+from fused_markov.kernels.variant import ROWS, STEP_COLUMNS, embed_columns, embed_index
 
 PARTS_AT_ONCE = tl.constexpr(32)
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that a logit of -inf never passes the gate
@@ -73,6 +74,7 @@ def step_kernel(io, scratch, step, cfg: tl.constexpr):
             prev, score, was_live = _winner(io, scratch, r, in_batch, step - 1, parts, cfg)
             if pid == 0:
                 _write_winner(io, r, in_batch, step - 1, prev, score, was_live, cfg)
+        prev = embed_index(r * cfg.STEPS + step, prev, cfg)
         best, best_id = _sample_part(io, r, in_batch, step, prev, pid, parts, cfg)
         at = ((step % 2) * parts + pid).to(tl.int64) * io.rows + r
         tl.store(scratch.best + at, best, mask=in_batch)
@@ -80,6 +82,25 @@ def step_kernel(io, scratch, step, cfg: tl.constexpr):
     if cfg.FILL:
         for r in range(pid, io.rows, parts):
             fill_unmapped(io, as_scalar(r), step, cfg)
+
+
+@triton.jit(
+    do_not_specialize=["io", "scratch", "step", "parts"],
+    do_not_specialize_on_alignment=["scratch"],
+)
+def embed_kernel(io, scratch, step, parts, cfg: tl.constexpr):
+    """Before a step of a head with a variant: its z, after the winners that its ``parts`` left."""
+    step = as_scalar(step)
+    blocks = tl.cdiv(cfg.RANK, STEP_COLUMNS)
+    r = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    in_batch = r < io.rows
+    prev, carried = load_anchor(io, r, in_batch), r < 0
+    if step > 0:
+        prev, _, carried = _winner(io, scratch, r, in_batch, step - 1, parts, cfg)
+    live = load_slot(io, r, step, in_batch) >= 0
+    first = tl.program_id(0) % blocks * STEP_COLUMNS
+    m = r * cfg.STEPS + step
+    embed_columns(io, scratch, m, prev, live, carried, live, first, STEP_COLUMNS, cfg)
 
 
 @triton.jit(

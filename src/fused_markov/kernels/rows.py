@@ -39,10 +39,10 @@ def load_noise(io, r, s, slot, mask, cfg: tl.constexpr):
     seed = tl.load(io.seeds + slot * io.seed_slot, mask=mask, other=0)
     at = r.to(tl.int64) * io.position_row + s.to(tl.int64) * io.position_step
     position = tl.load(io.positions + at, mask=mask, other=0)
-    state = row_state(seed, s, position, 0)
+    state = row_state(seed, s, position, 0, cfg)
     state64 = state
     if cfg.FP64:
-        state64 = row_state(seed, s, position, FP64_DOMAIN)
+        state64 = row_state(seed, s, position, FP64_DOMAIN, cfg)
     return temp.to(tl.float32), state, state64
 
 
@@ -101,6 +101,8 @@ def winner_of_parts(
         inside = live[:, None] & (part < parts)[None, :]
         z = tl.load(scratch.best + at, mask=inside, other=float("-inf"))
         ids = tl.load(scratch.best_id + at, mask=inside, other=NO_ID)
+        # The table of a plan for fp64 noise holds a greedy batch's fp32 scores.
+        z = z.to(best.dtype)
         top = tl.max(z, axis=1)
         top_id = tl.min(tl.where(z == top[:, None], ids, NO_ID), axis=1)
         best, best_id = merge_best(best, best_id, top, top_id)

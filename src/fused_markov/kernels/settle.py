@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fused_markov.kernels.chain import chain_row
 from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, winner_of_parts
+from fused_markov.kernels.variant import token_before
 
 PARTS_AT_ONCE = tl.constexpr(512)
 
@@ -44,7 +45,8 @@ def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
         tl.store(io.nonfinite + m, (tl.abs(best) < float("inf")) == 0, mask=done)
         if end < cfg.STEPS:
             if unsure > 0:
-                prev = tl.load(scratch.row_prev + tl.sum(tl.where(s == first, place, 0), axis=0))
+                listed = tl.sum(tl.where(s == first, place, 0), axis=0)
+                prev = token_before(scratch, r, first, listed, cfg)
             else:
                 prev = tl.sum(tl.where(s == first, token, 0), axis=0)
             chain_row(io, scratch, r, end, prev, unsure == 0, counter, cfg)

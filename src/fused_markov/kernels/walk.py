@@ -14,8 +14,8 @@ from fused_markov.kernels.rows import (
 
 
 @triton.jit
-def load_records(io, r, start, counter, cfg: tl.constexpr):
-    """What `store_records` needs of row ``r`` that does not depend on its guess.
+def load_row(io, r, start, cfg: tl.constexpr):
+    """What `store_records` needs of row ``r`` from step ``start`` on that no guess decides.
 
     Asked for before the guess: one latency, not one after another.
     """
@@ -26,18 +26,24 @@ def load_records(io, r, start, counter, cfg: tl.constexpr):
     temp, state, state64 = 0.0 * s, s.to(tl.uint32), s.to(tl.uint32)
     if cfg.NOISE:
         temp, state, state64 = load_noise(io, r + 0 * s, s, slot, live, cfg)
-    count = live.to(tl.int32)
-    place = tl.atomic_add(counter, tl.sum(count, axis=0)) + tl.cumsum(count, axis=0) - 1
-    return s, inside, slot, live, temp, state, state64, place
+    return s, inside, slot, live, temp, state, state64
 
 
 @triton.jit
-def store_records(io, scratch, r, start, records, guess, prev, need, sure, cfg: tl.constexpr):
+def places(live, counter):
+    """Places in the coming check's list for a row's ``live`` steps."""
+    count = live.to(tl.int32)
+    return tl.atomic_add(counter, tl.sum(count, axis=0)) + tl.cumsum(count, axis=0) - 1
+
+
+@triton.jit
+def store_records(io, scratch, r, start, row, place, guess, prev, need, sure, cfg: tl.constexpr):
     """Put row ``r``'s steps from ``start`` on, as guessed, on the list of the coming check.
 
-    ``guess``, ``prev``, ``need``, ``sure`` [STEPS_P2]: tokens, their predecessors, gates.
+    ``row``, ``place``: of `load_row` and `places`; ``guess``, ``prev``, ``need``, ``sure``
+    [STEPS_P2]: tokens, their predecessors, gates.
     """
-    s, inside, slot, live, temp, state, state64, place = records
+    s, inside, slot, live, temp, state, state64 = row
     m = r * cfg.STEPS + s
     # Finite, so that a logit of -inf never passes the gate.
     tl.store(scratch.row_need + place, tl.maximum(need, -3.0e38), mask=live)
@@ -76,11 +82,10 @@ def _follow(scratch, r, s, cfg: tl.constexpr):
 
 
 @triton.jit
-def walk_row(io, scratch, r, cfg: tl.constexpr):
-    """Guess row ``r`` from its anchor on, by its links."""
-    start = r * 0
-    records = load_records(io, r, start, scratch.num_active, cfg)
-    s, inside, live = records[0], records[1], records[3]
+def walk_row(io, scratch, r, row, cfg: tl.constexpr):
+    """Guess row ``r``, which `load_row` gave, from its anchor on, by its links."""
+    s, inside, live = row[0], row[1], row[3]
+    place = places(live, scratch.num_active)
     m = r * cfg.STEPS + s
     path = _follow(scratch, r, s, cfg)
     v = tl.load(scratch.candidates + m * cfg.CANDIDATES + path, mask=live, other=0)
@@ -92,4 +97,4 @@ def walk_row(io, scratch, r, cfg: tl.constexpr):
     guess = tl.where(live, target_id(io, v, live, cfg), 0)
     prev = tl.sum(tl.where(before, guess[None, :], 0), axis=1)
     prev = tl.where(s == 0, load_anchor(io, r, r >= 0), prev)
-    store_records(io, scratch, r, start, records, guess, prev, need, sure, cfg)
+    store_records(io, scratch, r, r * 0, row, place, guess, prev, need, sure, cfg)
