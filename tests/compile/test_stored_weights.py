@@ -19,6 +19,7 @@ import fused_markov as fm
 from fused_markov.engines import Plan
 from fused_markov.engines.chips import AMD
 from fused_markov.quantize import BLOCKS, quantize
+from fused_markov.successors import COUNT
 
 # No byte of a vocabulary is read: a small one compiles to the same.
 VOCAB, STEPS, RANK = 2048, 5, 256
@@ -100,3 +101,14 @@ def test_compiles_for_amd(weights: str, engine: str) -> None:
         assert kernel.report.lds <= limit, f"{name}: {kernel.report.lds} bytes of LDS of {limit}"
         assert not kernel.report.vgpr_spills, f"{name}: {kernel.report.vgpr_spills} VGPRs spilled"
         assert amd_kernels.MATRIX[arch, "bf16"] in kernel.assembly
+
+
+@pytest.mark.parametrize("weights", ["fp8-block", "nvfp4"])
+def test_chains_compile(weights: str) -> None:
+    of = head(weights)
+    known = torch.zeros(1, COUNT, dtype=torch.int32).expand(VOCAB, -1)
+    chained = fm.MarkovHead(of.w1, of.weights, successors=known)
+    found = [x for x in launches("one_pass", 0, chained) if x.name == "chain_kernel"]
+    assert found
+    for launch in found:
+        assert launch.compile(target(90)).metadata.shared <= SHARED[90]
