@@ -10,6 +10,7 @@ from fused_markov.errors import (
 )
 from fused_markov.head import MarkovHead
 from fused_markov.sampler import DraftSampler
+from fused_markov.transforms import LogitTransform
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "DraftSampler",
     "EngineUnavailableError",
     "FusedMarkovError",
+    "LogitTransform",
     "MarkovHead",
     "reference",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_markov import masks
 from fused_markov.errors import ArgumentError
 from fused_markov.head import MarkovHead
 
@@ -29,6 +30,9 @@ class DraftBatch:
         slots: ``[R]`` or ``[R, S]`` int32/int64 request slot of each row (and step); negative is
             padding: nothing of it is read or written and its token is 0. ``None``: row i is slot i.
             With a cache, live rows must not share a slot: which one it then holds is not defined.
+        bans: ``[N, >=W]`` or ``[N, >=S, >=W]`` int32 bitmasks by slot (and step), W = ceil(target
+            vocabulary / 32), as xgrammar makes them: where bit ``id % 32`` of word ``id // 32`` is
+            0, that target id is banned: its logit is -inf, in the cache too. ``None``: no bans.
 
     The tensors are borrowed, never copied. Checked when sampled, by `check_inputs`.
     """
@@ -39,6 +43,7 @@ class DraftBatch:
     temperature: Tensor | None = None
     seeds: Tensor | None = None
     slots: Tensor | None = None
+    bans: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -97,6 +102,8 @@ def logits_dtype(head: MarkovHead, batch: DraftBatch, cache: Tensor | None) -> t
     """The dtype that logits are rounded to before the argmax: the cache's, where there is one."""
     if cache is not None:
         return cache.dtype
+    if head.logit_transform is not None:
+        return torch.float32
     return torch.promote_types(batch.base_logits.dtype, head.dtype)
 
 
@@ -138,7 +145,7 @@ def check_inputs(
     if batch.slots is not None:
         shape = (rows, steps) if batch.slots.dim() == 2 else (rows,)
         _indices("slots", batch.slots, shape, base, head)
-    num_slots = _check_slot_tensors(head, batch)
+    num_slots = min(_check_slot_tensors(head, batch), _check_bans(head, batch))
     if cache is not None:
         num_slots = min(num_slots, _check_cache(head, batch, cache))
     if batch.slots is None and num_slots < rows:
@@ -174,6 +181,25 @@ def _check_slot_tensors(head: MarkovHead, batch: DraftBatch) -> int:
         )
     _same_device("seeds", batch.seeds, head)
     return batch.temperature.shape[0]
+
+
+def _check_bans(head: MarkovHead, batch: DraftBatch) -> int:
+    bans = batch.bans
+    if bans is None:
+        return 1 << 62
+    if bans.dtype != torch.int32:
+        raise ArgumentError("bans", "int32 words of 32 bits", str(bans.dtype))
+    width = masks.words(head.vocab_size)
+    shape, steps = list(bans.shape), batch.steps
+    if bans.dim() not in (2, 3) or shape[-1] < width or (bans.dim() == 3 and shape[1] < steps):
+        raise ArgumentError(
+            "bans",
+            f"[slots, >={width}] or [slots, >={steps}, >={width}] for {head.vocab_size} target ids",
+            str(shape),
+        )
+    _unit_stride("bans", bans)
+    _same_device("bans", bans, head)
+    return shape[0]
 
 
 def _check_cache(head: MarkovHead, batch: DraftBatch, cache: Tensor) -> int:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_markov.errors import ArgumentError
+from fused_markov.transforms import LogitTransform
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,6 +44,7 @@ class MarkovHead:
             `fused_markov.successors.find_successors` gives them; ``None``: not known. They make
             better guesses where the bias is strong, and decide nothing else.
         w2_scale: ``[w2_rows]`` or ``[w2_rows, 1]`` fp32 row scales of an fp8 ``w2``.
+        logit_transform: elementwise transform of base plus bias; ``None``: none.
 
     Attributes:
         vocab_size: the target vocabulary V_t: previous tokens and drafted ids lie in ``[0, V_t)``.
@@ -67,6 +69,7 @@ class MarkovHead:
         vocab_size: int | None = None,
         successors: Tensor | None = None,
         w2_scale: Tensor | None = None,
+        logit_transform: LogitTransform | None = None,
     ) -> None:
         w2 = _dequantized(w1, w2, w2_scale)
         _check_weights(w1, w2)
@@ -80,6 +83,7 @@ class MarkovHead:
             )
         self.w1, self.w2 = w1.detach(), w2.detach()
         self.scale, self.soft_cap = float(scale), soft_cap
+        self.logit_transform = logit_transform
         self.vocab_size = vocab_size
         self.id_map = _target_ids(id_map, d2t, w2, vocab_size)
         if self.id_map is not None:
@@ -158,6 +162,10 @@ class MarkovHead:
         if self.soft_cap is not None:
             bias = torch.tanh(bias / self.soft_cap) * self.soft_cap
         return bias * self.scale if self.scale != 1.0 else bias
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Base plus bias through the logit transform, where there is one."""
+        return logits if self.logit_transform is None else self.logit_transform(logits)
 
     def target_ids(self, candidates: Tensor) -> Tensor:
         """Target ids (int64) of candidate rows."""

@@ -68,6 +68,7 @@ class Problem:
             soft_cap=head.soft_cap,
             vocab_size=head.vocab_size,
             successors=_copied(head.successors),
+            logit_transform=head.logit_transform,
         )
         return replace(self, head=twin, batch=replace(batch, **copies))
 

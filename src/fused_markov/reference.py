@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_markov import noise
+from fused_markov import masks, noise
 from fused_markov.batch import (
     PADDING_TOKEN,
     DraftBatch,
@@ -58,7 +58,9 @@ def sample(
         live = slots[:, step] >= 0
         slot = slots[:, step].clamp_min(0)
         base = batch.base_logits[:, step, : head.draft_vocab]
-        logits = (base + head.bias(prev)).to(logits_dtype(head, batch, logits_cache))
+        logits = head.finish(base + head.bias(prev)).to(logits_dtype(head, batch, logits_cache))
+        if batch.bans is not None:
+            logits = logits.where(masks.allowed(batch.bans, slot, step, ids), -torch.inf)
         if logits_cache is not None:
             _store(head, logits_cache, logits[live], slot[live], step)
         scores = logits.to(noise_dtype)

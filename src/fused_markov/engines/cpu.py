@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fused_markov import masks
 from fused_markov.batch import (
     PADDING_TOKEN,
     DraftBatch,
@@ -222,6 +223,9 @@ class _Run:
 
     def _logits_of_block(self, pairs: Pairs, low: int, high: int, out: Tensor) -> None:
         """Write columns ``low:high`` of the logits to ``out`` ``[n, high-low]``."""
+        if self._head.logit_transform is not None or self._batch.bans is not None:
+            self._finish_block(pairs, low, high, out)
+            return
         same = out.dtype == self._head.dtype
         bias = out if same else torch.empty(out.shape, dtype=self._head.dtype)
         self._head.cpu_bias_block(pairs.tiles, low, high, bias)
@@ -231,6 +235,17 @@ class _Run:
             base = pairs.base[:, :, low:high]
             bias, out = bias.view(base.shape), out.view(base.shape)
         torch.add(base, bias, out=out)
+
+    def _finish_block(self, pairs: Pairs, low: int, high: int, out: Tensor) -> None:
+        """As `_logits_of_block`, where the sum is not yet the logits."""
+        bias = torch.empty(out.shape, dtype=self._head.dtype)
+        self._head.cpu_bias_block(pairs.tiles, low, high, bias)
+        base = self._batch.base_logits[pairs.row, pairs.step, low:high]
+        out.copy_(self._head.finish(base + bias))
+        if self._batch.bans is not None:
+            ids = self._head.target_ids(torch.arange(low, high))
+            allowed = masks.allowed(self._batch.bans, pairs.slot, pairs.step, ids)
+            out.masked_fill_(~allowed, -torch.inf)
 
     def _store(self, pairs: Pairs, logits: Tensor, low: int, high: int) -> None:
         cache, head = self._cache, self._head

@@ -31,6 +31,8 @@ def why_not_triton(head: MarkovHead) -> str | None:
         return f"the head is on {head.device}, Triton needs a GPU"
     if interpreted and head.dtype == torch.bfloat16:
         return "Triton's interpreter computes bf16 wrongly"
+    if head.logit_transform is not None and head.logit_transform.triton_fn is None:
+        return f"the logit transform {head.logit_transform.name!r} has no Triton function"
     if head.rank > MAX_RANK:
         return f"rank {head.rank} is above {MAX_RANK}"
     return None
@@ -187,6 +189,9 @@ def make_inputs(
         fill_from=fill_from,
         scale=head.scale,
         soft_cap=head.soft_cap or 1.0,
+        bans=base if batch.bans is None else batch.bans,
+        ban_slot=0 if batch.bans is None else batch.bans.stride(0),
+        ban_step=0 if batch.bans is None or batch.bans.dim() == 2 else batch.bans.stride(1),
     )
 
 
@@ -225,5 +230,18 @@ def make_shape(
         LOGIT=DTYPES[torch.promote_types(batch.base_logits.dtype, head.dtype)],
         CACHE=DTYPES[logits_dtype(head, batch, cache)],
         PASSES=2 * batch.steps,
+        BANNED=batch.bans is not None,
+        **_transform_fields(head),
         **tiles,
     )
+
+
+def _transform_fields(head: MarkovHead) -> dict[str, Any]:
+    transform = head.logit_transform
+    if transform is None:
+        return {}
+    return {
+        "TRANSFORM": transform.triton_fn,
+        "TRANSFORM_PARAMETERS": transform.parameters,
+        "TRANSFORM_KEY": str(getattr(transform.triton_fn, "cache_key", transform.name)),
+    }

@@ -174,4 +174,5 @@ def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) 
         parts=new(1),
         arrivals=new(1, dtype=torch.int64),
         passes=new(1, dtype=torch.int64),
+        row_ban=new(m, dtype=torch.int64),
     )

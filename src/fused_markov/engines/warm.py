@@ -87,11 +87,18 @@ def _padding_call(
         _stand_in(example.temperature, (1,)) if example.temperature is not None else None,
         _stand_in(example.seeds, (1,)) if noise and example.seeds is not None else None,
         slots,
+        _bans_like(example.bans, steps),
     )
     cache = None
     if logits_cache is not None:
         cache = _stand_in(logits_cache, (1, steps, logits_cache.shape[2]))
     return batch, cache, None if tokens is None else _stand_in(tokens, (rows, steps))
+
+
+def _bans_like(bans: Tensor | None, steps: int) -> Tensor | None:
+    if bans is None:
+        return None
+    return _stand_in(bans, (1, bans.shape[1]) if bans.dim() == 2 else (1, steps, bans.shape[2]))
 
 
 def _stand_in(like: Tensor, shape: tuple[int, ...], value: int = 0) -> Tensor:

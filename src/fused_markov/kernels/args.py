@@ -43,6 +43,9 @@ class Inputs(NamedTuple):
     fill_from: Any  # first of the cache columns past the vocabulary
     scale: Any
     soft_cap: Any
+    bans: Any  # [N, W] or [N, S, W] int32 bitmasks of the target ids that may be drafted (BANNED)
+    ban_slot: Any
+    ban_step: Any
 
 
 class Scratch(NamedTuple):
@@ -71,6 +74,7 @@ class Scratch(NamedTuple):
     parts: Any  # [1] int32 how many parts the last check had
     arrivals: Any  # [1] int64 grid barrier
     passes: Any  # [1] int64 result: passes over W2
+    row_ban: Any  # [M] int64 offset of its bans, for a record as above
 
 
 class StepScratch(NamedTuple):
@@ -118,3 +122,7 @@ class Shape(NamedTuple):
     SUCCESSORS_P2: int = 0  # so, rounded up to a power of two
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight
+    BANNED: bool = False  # bans are given
+    TRANSFORM: Any = None  # the head's `LogitTransform.triton_fn`
+    TRANSFORM_PARAMETERS: tuple[float, ...] = ()
+    TRANSFORM_KEY: str = ""  # its code, for Triton's cache does not see it in here

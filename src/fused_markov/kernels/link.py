@@ -8,6 +8,7 @@ before, there is nothing to link: see `chain`.
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.bans import ban_candidates
 from fused_markov.kernels.logits import finish_logits
 from fused_markov.kernels.noise import gumbel, scores
 from fused_markov.kernels.rows import (
@@ -82,6 +83,10 @@ def best_of(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     base = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
     acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
     x = finish_logits(acc, base[None, :], io.scale, io.soft_cap, cfg)
+    if cfg.TRANSFORM is not None:
+        x = tl.where(inside[None, :], x, float("-inf"))
+    if cfg.BANNED:
+        x = ban_candidates(io, x, m, tid, inside, cfg)
     if cfg.NOISE:
         z = scores(x, temp, gumbel(state, state64, tid, cfg.FP64)[None, :], cfg.FP64)
     else:

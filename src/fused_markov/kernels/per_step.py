@@ -7,6 +7,7 @@ between is needed; nothing of a step is known to the host, and one compiled kern
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.bans import ban_offset
 from fused_markov.kernels.check import check_tiles
 from fused_markov.kernels.fill import fill_unmapped
 from fused_markov.kernels.rows import (
@@ -48,13 +49,15 @@ def _sample_part(io, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
     slot = load_slot(io, r, step, in_batch)
     live = slot >= 0
     base_at = base_offset(io, r, step, cfg)
-    cache_at, temp, state, state64 = base_at, 0.0 * r, r, r
+    cache_at, temp, state, state64, ban = base_at, 0.0 * r, r, r, base_at
     if cfg.CACHED:
         cache_at = cache_offset(io, tl.where(live, slot, 0), step, cfg)
     if cfg.NOISE:
         temp, state, state64 = load_noise(io, r, step, slot, live, cfg)
+    if cfg.BANNED:
+        ban = ban_offset(io, tl.where(live, slot, 0), step)
     need = tl.where(live, LOWEST, float("inf"))
-    rows = (prev, live, base_at, cache_at, temp, need, state, state64)
+    rows = (prev, live, base_at, cache_at, temp, need, state, state64, ban)
     first = tl.where(tl.max(live.to(tl.int32), axis=0) > 0, pid, io.vocab)
     return check_tiles(io, rows, first, parts, cfg)
 

@@ -1,0 +1,38 @@
+"""Kernels with bans, a logit transform, shaping and limited candidates compile for a chip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from aot import distinct, recorded
+from test_compile import CONFIGS, MODES, STEPS, VOCAB, check, engine_of, examples, head
+
+import fused_markov as fm
+from fused_markov.engines import Plan
+from fused_markov.transforms import scaled_soft_cap
+
+ENGINES = ("one_pass", "per_step")
+
+
+def compile_launches(
+    name: str, of: fm.MarkovHead, mode: str, extra: dict[str, Any], plan: Plan
+) -> set[str]:
+    """Compile what a warm-up launches; the kernels' names."""
+    with recorded() as found:
+        engine = engine_of(name, len(CONFIGS[name]) - 1, plan, of)
+        batch, cache = examples(mode, of, 3, of.dtype)
+        engine.warmup(replace(batch, **extra), cache)
+    launches = list(distinct(found).values())
+    check(90, launches)
+    return {launch.name for launch in launches}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_bans_and_transform_compile(name: str) -> None:
+    plain = head()
+    of = fm.MarkovHead(plain.w1, plain.w2, logit_transform=scaled_soft_cap(0.5, 30.0))
+    bans = torch.zeros(3, STEPS, -(-VOCAB // 32), dtype=torch.int32)
+    compile_launches(name, of, MODES[0], {"bans": bans}, Plan(3, STEPS, torch.float32))
