@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_markov import masks, noise
+from fused_markov import masks, noise, shaping
 from fused_markov.batch import (
     PADDING_TOKEN,
     DraftBatch,
@@ -20,6 +20,7 @@ from fused_markov.batch import (
     logits_dtype,
 )
 from fused_markov.head import MarkovHead
+from fused_markov.limited import best_candidates, check_draft_topk, gathered_logits
 
 
 @torch.no_grad()
@@ -30,6 +31,7 @@ def sample(
     tokens: Tensor | None = None,
     *,
     noise_dtype: torch.dtype = torch.float32,
+    draft_topk: int | None = None,
 ) -> DraftResult:
     """Draft S tokens a row, left to right.
 
@@ -42,11 +44,14 @@ def sample(
             candidate maps to get -inf.
         tokens: ``[R, S]`` int32/int64 to fill; a new int64 tensor otherwise.
         noise_dtype: float32 or float64 Gumbel noise.
+        draft_topk: draft from as many candidates a position, those of the best base logits; None:
+            from all. See `fused_markov.limited`.
 
     Raises:
         ArgumentError: where the inputs do not fit together.
     """
     check_inputs(head, batch, logits_cache, tokens)
+    check_draft_topk(head, draft_topk)
     rows, steps, device = batch.rows, batch.steps, head.device
     if tokens is None:
         tokens = torch.empty(rows, steps, dtype=torch.int64, device=device)
@@ -58,9 +63,20 @@ def sample(
         live = slots[:, step] >= 0
         slot = slots[:, step].clamp_min(0)
         base = batch.base_logits[:, step, : head.draft_vocab]
-        logits = head.finish(base + head.bias(prev)).to(logits_dtype(head, batch, logits_cache))
+        may = torch.ones_like(base, dtype=torch.bool)
         if batch.bans is not None:
-            logits = logits.where(masks.allowed(batch.bans, slot, step, ids), -torch.inf)
+            may = masks.allowed(batch.bans, slot, step, ids)
+        if draft_topk is None:
+            logits = base + head.bias(prev)
+        else:
+            index = best_candidates(base.where(may, -torch.inf), draft_topk)
+            may = may & torch.zeros_like(may).scatter(1, index, True)
+            some = gathered_logits(head, base, prev, index)
+            logits = base.to(some.dtype).scatter(1, index, some)
+        logits = head.finish(logits).to(logits_dtype(head, batch, logits_cache))
+        logits = logits.where(may, -torch.inf)
+        if shaping.is_shaped(batch):
+            logits = shaping.shape(logits, batch, slot)
         if logits_cache is not None:
             _store(head, logits_cache, logits[live], slot[live], step)
         scores = logits.to(noise_dtype)
@@ -79,7 +95,7 @@ def sample(
         prev = torch.where(live, prev, PADDING_TOKEN)
         tokens[:, step] = prev.to(tokens.dtype)
         nonfinite[:, step] = live & ~finite
-    passes = torch.tensor(steps, device=device)
+    passes = torch.tensor(0 if draft_topk else steps, device=device)
     return DraftResult(tokens, nonfinite, "reference", passes)
 
 

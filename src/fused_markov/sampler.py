@@ -12,6 +12,7 @@ from fused_markov.batch import DraftBatch, DraftResult, check_inputs
 from fused_markov.engines import Engine, Plan, engine_types
 from fused_markov.errors import ArgumentError, EngineUnavailableError
 from fused_markov.head import MarkovHead
+from fused_markov.limited import check_draft_topk
 
 logger = logging.getLogger("fused_markov")
 
@@ -25,6 +26,9 @@ class DraftSampler:
         steps: draft steps S of every batch.
         engine: an engine's name, or ``"auto"``: the fastest that can run here.
         noise_dtype: float32 or float64 Gumbel noise (vLLM's ``use_fp64_gumbel``).
+        draft_topk: candidates that a position is drafted from, those of the best base logits, the
+            lowest candidates among equals; every other logit is -inf. vLLM's ``dspark_draft_topk``.
+            ``None``: all.
 
     Raises:
         ArgumentError: for a bad size or dtype.
@@ -48,6 +52,7 @@ class DraftSampler:
         steps: int,
         engine: str = "auto",
         noise_dtype: torch.dtype = torch.float32,
+        draft_topk: int | None = None,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("steps", steps)):
             if value < 1:
@@ -55,7 +60,8 @@ class DraftSampler:
         if noise_dtype not in noise.NOISE_DTYPES:
             raise ArgumentError("noise_dtype", "torch.float32 or torch.float64", str(noise_dtype))
         self.head = head
-        self.plan = Plan(max_rows, steps, noise_dtype)
+        check_draft_topk(head, draft_topk)
+        self.plan = Plan(max_rows, steps, noise_dtype, draft_topk)
         types = engine_types()
         self._reasons = {name: t.why_not(head, self.plan) for name, t in types.items()}
         usable = [name for name, reason in self._reasons.items() if reason is None]

@@ -36,3 +36,24 @@ def test_bans_and_transform_compile(name: str) -> None:
     of = fm.MarkovHead(plain.w1, plain.w2, logit_transform=scaled_soft_cap(0.5, 30.0))
     bans = torch.zeros(3, STEPS, -(-VOCAB // 32), dtype=torch.int32)
     compile_launches(name, of, MODES[0], {"bans": bans}, Plan(3, STEPS, torch.float32))
+
+
+def shaping(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Parameters of three slots, as the kernels are given them."""
+    ones = torch.ones(3, dtype=dtype)
+    return {"top_k": torch.ones(3, dtype=torch.int32), "top_p": ones, "min_p": ones}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_shaping_compiles(name: str) -> None:
+    plan = Plan(3, STEPS, torch.float32)
+    names = compile_launches(name, head(), MODES[0], shaping(), plan)
+    assert names & {"shape_step_kernel", "passes_kernel"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_limited_candidates_compile(mode: str) -> None:
+    plan = Plan(3, STEPS, torch.float64, 100)
+    extra = shaping() if mode == MODES[0] else {}
+    names = compile_launches("per_step", head(), mode, extra, plan)
+    assert names == {"select_kernel", "limited_kernel"}

@@ -26,11 +26,13 @@ class Plan:
         max_rows: most rows R of a batch.
         steps: draft steps S of a batch.
         noise_dtype: float32 or float64 Gumbel noise.
+        draft_topk: candidates a position is drafted from, or None: all.
     """
 
     max_rows: int
     steps: int
     noise_dtype: torch.dtype
+    draft_topk: int | None = None
 
 
 class Engine(Protocol):

@@ -22,8 +22,10 @@ from fused_markov.batch import (
 from fused_markov.engines import Plan
 from fused_markov.engines.cpu_check import Best, Pairs
 from fused_markov.engines.cpu_guess import Candidates
+from fused_markov.engines.cpu_limited import best_kept, sample_limited
 from fused_markov.engines.cpu_noise import NoiseGate
 from fused_markov.head import MarkovHead
+from fused_markov.shaping import is_shaped, shape
 
 # Pairs whose logits are computed together: enough to use a block of W2 well while it is in the
 # cache, few enough that the block's logits are too.
@@ -57,6 +59,8 @@ class CpuEngine:
     def sample(
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
+        if self._plan.draft_topk is not None:
+            return sample_limited(self._head, self._plan, batch, logits_cache, tokens)
         run = _Run(self._head, self._gate, batch, logits_cache)
         passes = run.finish()
         if tokens is None:
@@ -169,6 +173,22 @@ class _Run:
             at = (pairs.row, pairs.step)
             self.token[at], self.nonfinite[at], self._found[at] = token, ~finite, sure
             self._no_floor[at] = ~sure
+            if self._cache is not None and is_shaped(self._batch):
+                self._shape(pairs, self._cache)
+
+    def _shape(self, pairs: Pairs, cache: Tensor) -> None:
+        """Shape the cached logits of pairs, and find the best of those that are left."""
+        some = (pairs.temp != 0).nonzero().squeeze(1)
+        row, step, slot = pairs.row[some], pairs.step[some], pairs.slot[some]
+        columns = torch.arange(self._head.draft_vocab)
+        if self._scattered:
+            columns = self._head.target_ids(columns)
+        at = (slot.unsqueeze(1), step.unsqueeze(1), columns)
+        logits = shape(cache[at], self._batch, slot)
+        cache[at] = logits
+        found = best_kept(self._head, self._gate, pairs, some, logits)
+        self.token[row, step], self.nonfinite[row, step] = found
+        self._found[row, step] = True
 
     def _pairs(self, guess: Candidates, row: Tensor, step: Tensor) -> tuple[Pairs, Best]:
         at = (row, step)

@@ -26,7 +26,14 @@ class LoopEngine:
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
         dtype = self._plan.noise_dtype
-        return reference.sample(self._head, batch, logits_cache, tokens, noise_dtype=dtype)
+        return reference.sample(
+            self._head,
+            batch,
+            logits_cache,
+            tokens,
+            noise_dtype=dtype,
+            draft_topk=self._plan.draft_topk,
+        )
 
     def warmup(
         self,

@@ -16,6 +16,7 @@ from fused_markov.engines.tuned import choose
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, StepScratch
 from fused_markov.kernels.per_step import last_kernel, step_kernel
+from fused_markov.kernels.shape import shape_step_kernel
 
 
 class PerStepEngine(TritonEngine):
@@ -30,7 +31,7 @@ class PerStepEngine(TritonEngine):
         configs: tuple[PerStepConfig, ...] | None = None,
         chip: Chip | None = None,
     ) -> None:
-        super().__init__(head, plan)
+        super().__init__(head, plan, chip)
         self._chip = chip or chip_of(head.device)
         if configs is None and chip is None:
             choice = choose(self.name, head, plan, self._chip.per_step)
@@ -41,6 +42,8 @@ class PerStepEngine(TritonEngine):
         self._scratch = StepScratch(
             best=torch.zeros(parts, rows, dtype=plan.noise_dtype, device=device),
             best_id=torch.zeros(parts, rows, dtype=torch.int32, device=device),
+            shaped=torch.zeros(rows, dtype=plan.noise_dtype, device=device),
+            shaped_id=torch.zeros(rows, dtype=torch.int32, device=device),
         )
         self._passes = torch.tensor(plan.steps, device=device)
 
@@ -67,5 +70,7 @@ class PerStepEngine(TritonEngine):
         options = self._chip.options(config.num_warps)
         for step in range(batch.steps):
             launch(step_kernel, programs, io, self._scratch, step, shape, **options)
+            if shape.SHAPED:
+                launch(shape_step_kernel, rows, io, self._scratch, step, shape, **options)
         blocks = triton.cdiv(rows, config.block_m)
         launch(last_kernel, blocks, io, self._scratch, programs, shape, **options)

@@ -80,6 +80,8 @@ def _padding_call(
         shape = (rows, steps) if example.slots.dim() == 2 else (rows,)
         slots = _stand_in(example.slots, shape, -1)
     noise = example.temperature is not None
+    given = {name: getattr(example, name) for name in ("top_k", "top_p", "min_p")}
+    shaping = {name: _stand_in(x, (1,)) for name, x in given.items() if x is not None}
     batch = DraftBatch(
         _stand_in(example.base_logits, (rows, steps, head.draft_vocab)),
         _stand_in(example.anchors, (rows,)),
@@ -88,6 +90,7 @@ def _padding_call(
         _stand_in(example.seeds, (1,)) if noise and example.seeds is not None else None,
         slots,
         _bans_like(example.bans, steps),
+        **shaping,
     )
     cache = None
     if logits_cache is not None:

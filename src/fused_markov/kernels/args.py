@@ -46,6 +46,13 @@ class Inputs(NamedTuple):
     bans: Any  # [N, W] or [N, S, W] int32 bitmasks of the target ids that may be drafted (BANNED)
     ban_slot: Any
     ban_step: Any
+    top_k: Any  # [N] by slot (TOP_K)
+    top_p: Any  # [N] by slot (TOP_P)
+    min_p: Any  # [N] by slot (MIN_P)
+    top_k_slot: Any
+    top_p_slot: Any
+    min_p_slot: Any
+    cache_width: Any
 
 
 class Scratch(NamedTuple):
@@ -75,6 +82,8 @@ class Scratch(NamedTuple):
     arrivals: Any  # [1] int64 grid barrier
     passes: Any  # [1] int64 result: passes over W2
     row_ban: Any  # [M] int64 offset of its bans, for a record as above
+    shaped: Any  # [M] fp32 or fp64 best score of a shaped row-step (SHAPED)
+    shaped_id: Any  # [M] int32 its target id; -1: the row-step is not shaped
 
 
 class StepScratch(NamedTuple):
@@ -82,6 +91,8 @@ class StepScratch(NamedTuple):
 
     best: Any  # [2 * programs, R] fp32 or fp64 best score in each program's part of the vocabulary
     best_id: Any  # [2 * programs, R] int32 their target ids
+    shaped: Any = None  # [R] fp32 or fp64 best score of the last step's shaped rows (SHAPED)
+    shaped_id: Any = None  # [R] int32 its target id; -1: the row is not shaped
 
 
 class Shape(NamedTuple):
@@ -126,3 +137,13 @@ class Shape(NamedTuple):
     TRANSFORM: Any = None  # the head's `LogitTransform.triton_fn`
     TRANSFORM_PARAMETERS: tuple[float, ...] = ()
     TRANSFORM_KEY: str = ""  # its code, for Triton's cache does not see it in here
+    # draft distributions
+    SHAPED: bool = False  # some rows may have a threshold, by
+    TOP_K: bool = False
+    TOP_P: bool = False
+    MIN_P: bool = False
+    CACHE_SHIFT: int = 0  # low bits of fp32 that the cache's dtype lacks
+    # limited candidates
+    LIMIT: int = 0  # candidates a row-step
+    LIMIT_BLOCK: int = 0  # of those multiplied at a time
+    BASE_SHIFT: int = 0  # low bits of fp32 that the base's dtype lacks

@@ -20,6 +20,7 @@ from fused_markov.kernels.rows import (
     load_slot,
     winner_of_parts,
 )
+from fused_markov.kernels.shape import shaped_winner
 
 PARTS_AT_ONCE = tl.constexpr(32)
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that a logit of -inf never passes the gate
@@ -31,6 +32,8 @@ def _winner(io, scratch, r, in_batch, step, parts, cfg: tl.constexpr):
     live = load_slot(io, r, step, in_batch) >= 0
     half = (step % 2) * parts
     best, best_id = winner_of_parts(scratch, half, parts, io.rows, r, live, PARTS_AT_ONCE, cfg.FP64)
+    if cfg.SHAPED:
+        best, best_id, _taken = shaped_winner(scratch, r, live, best, best_id, cfg)
     token = tl.where(live, tl.where(best_id == NO_ID, io.lowest_id, best_id), 0)
     return token, best, live
 
