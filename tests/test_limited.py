@@ -13,7 +13,7 @@ from fused_markov import ArgumentError, DraftSampler, reference
 from fused_markov.limited import best_candidates
 from fused_markov.problems import Problem, make_problem
 from fused_markov.transforms import scaled_soft_cap
-from test_bans import random_bans, with_bans
+from test_bans import problem_for, random_bans, with_bans
 from test_engines import assert_same_bits, device_of, every_engine
 from test_rejection import NEVER, World, chi_square
 from test_shaping import with_shaping
@@ -59,7 +59,14 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_equals_the_reference(engine: str, kind: str, draft_topk: int) -> None:
     for temperature in ("greedy", "mixed"):
         p = make_problem(
-            5, 3, 700, 16, temperature=temperature, device=device_of(engine), **KINDS[kind]
+            5,
+            3,
+            700,
+            16,
+            temperature=temperature,
+            exact_sums=True,
+            device=device_of(engine),
+            **KINDS[kind],
         )
         check_limited(engine, p, draft_topk)
         check_limited(engine, with_bans(p, random_bans(p, 0.9, True)), draft_topk)
@@ -68,7 +75,7 @@ def test_equals_the_reference(engine: str, kind: str, draft_topk: int) -> None:
 
 @every_engine
 def test_transformed_and_without_cache(engine: str) -> None:
-    p = make_problem(5, 3, 700, 16, temperature="mixed", device=device_of(engine))
+    p = problem_for(engine, 5, 3, 700, 16, temperature="mixed")
     check_limited(engine, p, 20, with_cache=False)
     head = fm.MarkovHead(p.head.w1, p.head.w2, logit_transform=scaled_soft_cap(0.5, None))
     check_limited(engine, replace(p, head=head), 20)
@@ -76,7 +83,7 @@ def test_transformed_and_without_cache(engine: str) -> None:
 
 @every_engine
 def test_not_a_number(engine: str) -> None:
-    p = make_problem(5, 2, 100, 16, temperature="mixed", device=device_of(engine))
+    p = problem_for(engine, 5, 2, 100, 16, temperature="mixed")
     base = p.batch.base_logits
     base[:, 0, 5] = torch.nan
     base[1, 1], base[2, 1] = -torch.inf, torch.nan

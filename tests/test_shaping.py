@@ -12,7 +12,7 @@ from torch import Tensor
 import fused_markov as fm
 from fused_markov import ArgumentError, DraftBatch, DraftSampler, reference, shaping
 from fused_markov.problems import Problem, make_problem
-from test_bans import random_bans, with_bans
+from test_bans import problem_for, random_bans, with_bans
 from test_engines import assert_same_bits, check, device_of, every_engine
 from test_rejection import NEVER, World, chi_square
 
@@ -53,7 +53,14 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("temperature", ["mixed", 1.0, 0.05, 30.0])
 def test_equals_the_reference(engine: str, kind: str, temperature: str | float) -> None:
     p = make_problem(
-        8, 3, 1000, 16, temperature=temperature, device=device_of(engine), **KINDS[kind]
+        8,
+        3,
+        1000,
+        16,
+        temperature=temperature,
+        exact_sums=True,
+        device=device_of(engine),
+        **KINDS[kind],
     )
     check(engine, with_shaping(p))
     check(engine, with_bans(with_shaping(p), random_bans(p, 0.7, True)))
@@ -62,26 +69,26 @@ def test_equals_the_reference(engine: str, kind: str, temperature: str | float) 
 @every_engine
 @pytest.mark.parametrize("only", ["top_k", "top_p", "min_p"])
 def test_each_alone(engine: str, only: str) -> None:
-    p = make_problem(7, 3, 1000, 16, device=device_of(engine))
+    p = problem_for(engine, 7, 3, 1000, 16)
     check(engine, with_shaping(p, **{only: True}), noise_dtype=torch.float64)
 
 
 @every_engine
 def test_greedy_is_left_alone(engine: str) -> None:
     """Greedy rows keep every logit, and a batch without temperatures needs no cache for shaping."""
-    p = make_problem(7, 3, 500, 16, temperature=0.0, device=device_of(engine))
+    p = problem_for(engine, 7, 3, 500, 16, temperature=0.0)
     shaped, cache, plain = with_shaping(p), p.new_cache(), p.new_cache()
     got = DraftSampler(p.head, steps=3, engine=engine).sample(shaped.batch, cache)
     want = reference.sample(p.head, p.batch, plain)
     assert torch.equal(got.tokens, want.tokens)
     assert_same_bits(cache, plain, "cache")
-    greedy = make_problem(7, 3, 500, 16, temperature="greedy", device=device_of(engine))
+    greedy = problem_for(engine, 7, 3, 500, 16, temperature="greedy")
     check(engine, with_shaping(greedy), with_cache=False)
 
 
 @every_engine
 def test_not_a_number(engine: str) -> None:
-    p = make_problem(7, 2, 600, 16, device=device_of(engine))
+    p = problem_for(engine, 7, 2, 600, 16)
     base = p.batch.base_logits
     base[:, 0, 5] = torch.nan
     base[1, 1] = -torch.inf
@@ -98,7 +105,7 @@ def test_not_a_number(engine: str) -> None:
 
 @every_engine
 def test_a_row_alone_and_in_company(engine: str) -> None:
-    p = with_shaping(make_problem(14, 3, 700, 16, device=device_of(engine)))
+    p = with_shaping(problem_for(engine, 14, 3, 700, 16))
     cache, b = p.new_cache(), p.batch
     tokens = DraftSampler(p.head, steps=3, engine=engine).sample(b, cache).tokens.clone()
     for row in (2, 3, 4, 11):
