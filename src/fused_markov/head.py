@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fused_markov.confidence import ConfidenceHead
 from fused_markov.errors import ArgumentError
+from fused_markov.transforms import LogitTransform
 from fused_markov.variants import Variant
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +49,7 @@ class MarkovHead:
         variant: a `fused_markov.GatedVariant` or `fused_markov.RnnVariant`, in ``w1``'s dtype;
             ``None``: the vanilla head. See docs/heads.md.
         confidence: a `fused_markov.ConfidenceHead` to be computed with every draft; or ``None``.
+        logit_transform: elementwise transform of base plus bias; ``None``: none.
 
     Attributes:
         vocab_size: the target vocabulary V_t: previous tokens and drafted ids lie in ``[0, V_t)``.
@@ -75,6 +77,7 @@ class MarkovHead:
         w2_scale: Tensor | None = None,
         variant: Variant | None = None,
         confidence: ConfidenceHead | None = None,
+        logit_transform: LogitTransform | None = None,
     ) -> None:
         w2 = _dequantized(w1, w2, w2_scale)
         _check_weights(w1, w2)
@@ -88,6 +91,7 @@ class MarkovHead:
             )
         self.w1, self.w2 = w1.detach(), w2.detach()
         self.scale, self.soft_cap = float(scale), soft_cap
+        self.logit_transform = logit_transform
         self.vocab_size = vocab_size
         self.id_map = _target_ids(id_map, d2t, w2, vocab_size)
         if self.id_map is not None:
@@ -171,6 +175,10 @@ class MarkovHead:
         if self.soft_cap is not None:
             bias = torch.tanh(bias / self.soft_cap) * self.soft_cap
         return bias * self.scale if self.scale != 1.0 else bias
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Base plus bias through the logit transform, where there is one."""
+        return logits if self.logit_transform is None else self.logit_transform(logits)
 
     def target_ids(self, candidates: Tensor) -> Tensor:
         """Target ids (int64) of candidate rows."""

@@ -70,6 +70,7 @@ class Problem:
             successors=_copied(head.successors),
             variant=None if head.variant is None else head.variant.clone(),
             confidence=None if head.confidence is None else head.confidence.clone(),
+            logit_transform=head.logit_transform,
         )
         return replace(self, head=twin, batch=replace(batch, **copies))
 

@@ -29,6 +29,7 @@ class Plan:
         noise_dtype: float32 or float64 Gumbel noise.
         noise_stream: a name of `fused_markov.noise.STREAMS`.
         cache_convention: a name of `fused_markov.batch.CACHE_CONVENTIONS`.
+        draft_topk: candidates a position is drafted from, or None: all.
     """
 
     max_rows: int
@@ -37,6 +38,7 @@ class Plan:
     # What is as ever is not in the explanation of a plan.
     noise_stream: str = field(default=STREAM, repr=False)
     cache_convention: str = field(default="logits", repr=False)
+    draft_topk: int | None = None
 
 
 class Engine(Protocol):

@@ -34,6 +34,7 @@ class LoopEngine:
             noise_dtype=plan.noise_dtype,
             noise_stream=plan.noise_stream,
             cache_convention=plan.cache_convention,
+            draft_topk=plan.draft_topk,
         )
 
     def warmup(
