@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ class Plan:
     noise_stream: str = field(default=STREAM, repr=False)
     cache_convention: str = field(default="logits", repr=False)
     draft_topk: int | None = None
+
+    def arithmetic(self) -> dict[str, Any]:
+        """What `reference.sample` must be told to compute what the plan's engine does."""
+        return {
+            "noise_dtype": self.noise_dtype,
+            "noise_stream": self.noise_stream,
+            "cache_convention": self.cache_convention,
+            "draft_topk": self.draft_topk,
+        }
 
 
 class Engine(Protocol):
