@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import scipy.stats
@@ -30,11 +31,22 @@ class World:
         self.head = fm.MarkovHead(w1.to(dtype), w2.to(dtype).contiguous(), id_map=id_map)
         self.dtype = dtype
 
+    def sampler_options(self) -> dict[str, Any]:
+        """What `DraftSampler` is given beside."""
+        return {}
+
+    def batch_options(self, rows: int) -> dict[str, Any]:
+        """What every batch is given beside."""
+        return {}
+
     def decode(
         self, temperature: float, rows: int, *, checked: bool = True, engine: str = "reference"
     ) -> Tensor:
         """The first ``WANTED`` tokens after token 1 of as many rows (and seeds): ``[rows, 3]``."""
-        sampler = fm.DraftSampler(self.head, max_rows=rows, steps=STEPS, engine=engine)
+        options = self.batch_options(rows)
+        sampler = fm.DraftSampler(
+            self.head, max_rows=rows, steps=STEPS, engine=engine, **self.sampler_options()
+        )
         cache = torch.empty(rows, STEPS, VOCAB, dtype=self.dtype)
         seeds, temps = torch.arange(rows) * 7919 + 3, torch.full((rows,), temperature)
         anchors, lengths = torch.ones(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
@@ -43,7 +55,7 @@ class World:
         base = self.base.expand(rows, -1, -1)
         while int(lengths.min()) < WANTED:
             positions = 1 + lengths[:, None] + torch.arange(STEPS + 1)
-            batch = fm.DraftBatch(base, anchors, positions[:, :STEPS], temps, seeds)
+            batch = fm.DraftBatch(base, anchors, positions[:, :STEPS], temps, seeds, **options)
             drafts = sampler.sample(batch, cache).tokens
             logits = self.target[torch.cat([anchors[:, None], drafts], 1)]
             verdict = verify(logits, drafts, cache, temps, seeds, positions)

@@ -445,3 +445,13 @@ def test_variants(engine: str, weights: str, variant: str) -> None:
     problem = with_heads(problem, variant=variant, confidence="markov", exact=True)
     assert problem.head.weights.quantized
     check(engine, problem)
+
+
+def test_limited_candidates_are_not_for_the_kernels() -> None:
+    from fused_markov.engines import Plan
+    from fused_markov.engines.per_step import PerStepEngine
+
+    head = make_problem(1, 1, 40, 32, weights="int8").head
+    reason = PerStepEngine.why_not(head, Plan(1, 1, torch.float32, draft_topk=4))
+    assert reason is not None
+    assert "draft_topk" in reason

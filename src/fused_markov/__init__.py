@@ -12,6 +12,7 @@ from fused_markov.errors import (
 from fused_markov.head import MarkovHead
 from fused_markov.quantize import quantize_head
 from fused_markov.sampler import DraftSampler
+from fused_markov.transforms import LogitTransform
 from fused_markov.variants import GatedVariant, RnnVariant
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "EngineUnavailableError",
     "FusedMarkovError",
     "GatedVariant",
+    "LogitTransform",
     "MarkovHead",
     "RnnVariant",
     "quantize_head",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_markov import masks
 from fused_markov.errors import ArgumentError
 from fused_markov.head import MarkovHead
 
@@ -36,6 +37,16 @@ class DraftBatch:
             ends before its first step whose confidence is below it (DeepSpec's
             ``confidence_threshold``; 0 never ends one). What is left of the row becomes padding;
             where the confidence head reads the Markov embedding, its cached logits are undefined.
+        bans: ``[N, >=W]`` or ``[N, >=S, >=W]`` int32 bitmasks by slot (and step), W = ceil(target
+            vocabulary / 32), as xgrammar makes them: where bit ``id % 32`` of word ``id // 32`` is
+            0, that target id is banned: its logit is -inf, in the cache too. ``None``: no bans.
+        top_k: ``[N]`` int32/int64 by slot: the draft distribution keeps logits not below the k-th
+            largest; 0, or the number of candidates or more: off.
+        top_p: ``[N]`` float by slot: it keeps logits above which less than this share of the mass
+            lies; 1: off.
+        min_p: ``[N]`` float by slot: it keeps tokens of at least this share of the likeliest one's
+            probability; 0: off. These three shape a row of temperature above 0, as vLLM's sampler
+            does: min-p first, top-p last, at its temperature; they need a cache.
 
     The tensors are borrowed, never copied. Checked when sampled, by `check_inputs`.
     """
@@ -48,6 +59,10 @@ class DraftBatch:
     slots: Tensor | None = None
     hidden: Tensor | None = None
     min_confidence: Tensor | None = None
+    bans: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -113,6 +128,8 @@ def logits_dtype(head: MarkovHead, batch: DraftBatch, cache: Tensor | None) -> t
     """The dtype that logits are rounded to before the argmax: the cache's, where there is one."""
     if cache is not None:
         return cache.dtype
+    if head.logit_transform is not None:
+        return torch.float32
     return torch.promote_types(batch.base_logits.dtype, head.dtype)
 
 
@@ -157,6 +174,8 @@ def check_inputs(
         shape = (rows, steps) if batch.slots.dim() == 2 else (rows,)
         _indices("slots", batch.slots, shape, base, head)
     num_slots = min(_check_slot_tensors(head, batch), _check_heads(head, batch))
+    num_slots = min(num_slots, _check_bans(head, batch))
+    num_slots = min(num_slots, _check_shaping(head, batch, cache, cache_convention))
     if cache is not None:
         num_slots = min(num_slots, _check_cache(head, batch, cache, cache_convention))
     if batch.slots is None and num_slots < rows:
@@ -230,6 +249,54 @@ def _check_heads(head: MarkovHead, batch: DraftBatch) -> int:
     return least.shape[0]
 
 
+def _check_bans(head: MarkovHead, batch: DraftBatch) -> int:
+    bans = batch.bans
+    if bans is None:
+        return 1 << 62
+    if bans.dtype != torch.int32:
+        raise ArgumentError("bans", "int32 words of 32 bits", str(bans.dtype))
+    width = masks.words(head.vocab_size)
+    shape, steps = list(bans.shape), batch.steps
+    if bans.dim() not in (2, 3) or shape[-1] < width or (bans.dim() == 3 and shape[1] < steps):
+        raise ArgumentError(
+            "bans",
+            f"[slots, >={width}] or [slots, >={steps}, >={width}] for {head.vocab_size} target ids",
+            str(shape),
+        )
+    _unit_stride("bans", bans)
+    _same_device("bans", bans, head)
+    return shape[0]
+
+
+def _check_shaping(
+    head: MarkovHead, batch: DraftBatch, cache: Tensor | None, convention: str
+) -> int:
+    num_slots = 1 << 62
+    for name in ("top_k", "top_p", "min_p"):
+        x = getattr(batch, name)
+        if x is None:
+            continue
+        _dims(name, x, 1)
+        if name == "top_k" and x.dtype not in INDEX_DTYPES:
+            raise ArgumentError(name, "int32 or int64", str(x.dtype))
+        if name != "top_k" and not x.is_floating_point():
+            raise ArgumentError(name, "a float dtype", str(x.dtype))
+        _same_device(name, x, head)
+        if convention != "logits":
+            raise ArgumentError(
+                name, "None beside a tempered cache", "a tensor", "cache logits before temperature"
+            )
+        if batch.temperature is not None and cache is None:
+            raise ArgumentError(
+                "logits_cache",
+                f"given beside {name} and temperatures",
+                "None",
+                "the rejection sampler needs the shaped logits",
+            )
+        num_slots = min(num_slots, x.shape[0])
+    return num_slots
+
+
 def _check_cache(head: MarkovHead, batch: DraftBatch, cache: Tensor, convention: str) -> int:
     _dims("logits_cache", cache, 3)
     if cache.dtype not in LOGIT_DTYPES:
@@ -272,6 +339,10 @@ def _check_values(head: MarkovHead, batch: DraftBatch, num_slots: int) -> None:
         used = batch.temperature[slots[slots >= 0]]
         if bool((~(used >= 0) | used.isinf()).any()):
             raise ArgumentError("temperature", "finite numbers >= 0", f"{used.tolist()[:8]}")
+    for name in ("top_p", "min_p"):
+        x = getattr(batch, name)
+        if x is not None and bool((~((x >= 0) & (x <= 1)))[slots[slots >= 0]].any()):
+            raise ArgumentError(name, "numbers from 0 to 1", f"{x.tolist()[:8]}")
 
 
 def _dims(name: str, x: Tensor, dims: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fused_markov.confidence import ConfidenceHead
 from fused_markov.errors import ArgumentError
+from fused_markov.transforms import LogitTransform
 from fused_markov.variants import Variant
 from fused_markov.weights import PLAIN_DTYPES, StoredWeights, check_values, stored_weights
 
@@ -54,6 +55,7 @@ class MarkovHead:
         variant: a `fused_markov.GatedVariant` or `fused_markov.RnnVariant`, in ``w1``'s dtype;
             ``None``: the vanilla head. See docs/heads.md.
         confidence: a `fused_markov.ConfidenceHead` to be computed with every draft; or ``None``.
+        logit_transform: elementwise transform of base plus bias; ``None``: none.
 
     Attributes:
         vocab_size: the target vocabulary V_t: previous tokens and drafted ids lie in ``[0, V_t)``.
@@ -82,6 +84,7 @@ class MarkovHead:
         w2_scale: Tensor | None = None,
         variant: Variant | None = None,
         confidence: ConfidenceHead | None = None,
+        logit_transform: LogitTransform | None = None,
         w2_block: tuple[int, int] | None = None,
         w2_global_scale: Tensor | float | None = None,
     ) -> None:
@@ -101,6 +104,7 @@ class MarkovHead:
             )
         self.w1, self.weights, self.w2 = w1.detach(), w2, w2.data
         self.scale, self.soft_cap = float(scale), soft_cap
+        self.logit_transform = logit_transform
         self.vocab_size = vocab_size
         self.id_map = _target_ids(id_map, d2t, w2.data, vocab_size)
         if self.id_map is not None:
@@ -153,6 +157,7 @@ class MarkovHead:
             successors=near(self.successors),
             variant=self.variant,
             confidence=self.confidence,
+            logit_transform=self.logit_transform,
         )
 
     def bias(self, prev: Tensor) -> Tensor:
@@ -210,6 +215,10 @@ class MarkovHead:
         if self.soft_cap is not None:
             bias = torch.tanh(bias / self.soft_cap) * self.soft_cap
         return bias * self.scale if self.scale != 1.0 else bias
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Base plus bias through the logit transform, where there is one."""
+        return logits if self.logit_transform is None else self.logit_transform(logits)
 
     def target_ids(self, candidates: Tensor) -> Tensor:
         """Target ids (int64) of candidate rows."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_markov import noise
+from fused_markov import masks, noise, shaping
 from fused_markov.batch import (
     PADDING_TOKEN,
     DraftBatch,
@@ -23,6 +23,7 @@ from fused_markov.batch import (
 )
 from fused_markov.confidence import lengths_of, too_low
 from fused_markov.head import MarkovHead
+from fused_markov.limited import best_candidates, check_draft_topk, gathered_logits
 from fused_markov.variants import Embeddings
 
 
@@ -36,6 +37,7 @@ def sample(
     noise_dtype: torch.dtype = torch.float32,
     noise_stream: str = noise.STREAM,
     cache_convention: str = "logits",
+    draft_topk: int | None = None,
 ) -> DraftResult:
     """Draft S tokens a row, left to right.
 
@@ -52,6 +54,8 @@ def sample(
         cache_convention: ``"logits"``: the cache holds them before temperature, as said;
             ``"tempered"``: divided by it where it is not 0, in an fp32 cache, as vLLM 0.25 to 0.27
             had it. The tokens are the same.
+        draft_topk: draft from as many candidates a position, those of the best base logits; None:
+            from all. See `fused_markov.limited`.
 
     Raises:
         ArgumentError: where the inputs do not fit together, or a name is unknown.
@@ -59,6 +63,7 @@ def sample(
     noise.stream_of(noise_stream)
     check_convention(cache_convention)
     check_inputs(head, batch, logits_cache, tokens, cache_convention=cache_convention)
+    check_draft_topk(head, draft_topk, cache_convention)
     rows, steps, device = batch.rows, batch.steps, head.device
     if tokens is None:
         tokens = torch.empty(rows, steps, dtype=torch.int64, device=device)
@@ -77,8 +82,20 @@ def sample(
         live = slots[:, step] >= 0
         slot = slots[:, step].clamp_min(0)
         base = batch.base_logits[:, step, : head.draft_vocab]
-        bias = head.bias_of(embeddings.step(step, prev, live))
-        logits = (base + bias).to(logits_dtype(head, batch, logits_cache))
+        may = torch.ones_like(base, dtype=torch.bool)
+        if batch.bans is not None:
+            may = masks.allowed(batch.bans, slot, step, ids)
+        if draft_topk is None:
+            logits = base + head.bias_of(embeddings.step(step, prev, live))
+        else:
+            index = best_candidates(base.where(may, -torch.inf), draft_topk)
+            may = may & torch.zeros_like(may).scatter(1, index, True)
+            some = gathered_logits(head, base, prev, index)
+            logits = base.to(some.dtype).scatter(1, index, some)
+        logits = head.finish(logits).to(logits_dtype(head, batch, logits_cache))
+        logits = logits.where(may, -torch.inf)
+        if shaping.is_shaped(batch):
+            logits = shaping.shape(logits, batch, slot)
         kept, scores = logits, logits.to(noise_dtype)
         if batch.temperature is not None and batch.seeds is not None:
             temp = torch.where(live, batch.temperature[slot].float(), 0.0).unsqueeze(1)
@@ -99,7 +116,7 @@ def sample(
         prev = torch.where(live, prev, PADDING_TOKEN)
         tokens[:, step] = prev.to(tokens.dtype)
         nonfinite[:, step] = live & ~finite
-    passes = torch.tensor(steps, device=device)
+    passes = torch.tensor(0 if draft_topk else steps, device=device)
     return DraftResult(
         tokens,
         nonfinite,

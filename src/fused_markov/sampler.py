@@ -12,6 +12,7 @@ from fused_markov.batch import DraftBatch, DraftResult, check_convention, check_
 from fused_markov.engines import Engine, Plan, engine_types
 from fused_markov.errors import ArgumentError, EngineUnavailableError
 from fused_markov.head import MarkovHead
+from fused_markov.limited import check_draft_topk
 
 logger = logging.getLogger("fused_markov")
 
@@ -29,6 +30,9 @@ class DraftSampler:
             `fused_markov.noise.STREAMS`.
         cache_convention: ``"logits"``: the logits cache holds them before temperature;
             ``"tempered"``: after, in an fp32 cache, as vLLM 0.25 to 0.27 had it.
+        draft_topk: candidates that a position is drafted from, those of the best base logits, the
+            lowest candidates among equals; every other logit is -inf. vLLM's ``dspark_draft_topk``.
+            ``None``: all.
 
     Raises:
         ArgumentError: for a bad size, dtype or name.
@@ -54,6 +58,7 @@ class DraftSampler:
         noise_dtype: torch.dtype = torch.float32,
         noise_stream: str = noise.STREAM,
         cache_convention: str = "logits",
+        draft_topk: int | None = None,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("steps", steps)):
             if value < 1:
@@ -63,7 +68,8 @@ class DraftSampler:
         noise.stream_of(noise_stream)
         check_convention(cache_convention)
         self.head = head
-        self.plan = Plan(max_rows, steps, noise_dtype, noise_stream, cache_convention)
+        check_draft_topk(head, draft_topk, cache_convention)
+        self.plan = Plan(max_rows, steps, noise_dtype, noise_stream, cache_convention, draft_topk)
         types = engine_types()
         self._reasons = {name: t.why_not(head, self.plan) for name, t in types.items()}
         usable = [name for name, reason in self._reasons.items() if reason is None]

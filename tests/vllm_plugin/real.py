@@ -39,7 +39,7 @@ def config(rank: int = 0, world: int = 1, port: int = 0) -> Any:
 
 def make_model(case: tiny.Case, seed: int) -> Any:
     """`tiny.make_model`'s weights in vLLM's classes; None where vLLM's cannot hold the case."""
-    if case.base_dtype is not None or case.transform:
+    if case.base_dtype is not None or case.transform or case.muse or case.topk:
         return None
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor

@@ -33,6 +33,8 @@ class Case:
         soft_cap, scale: of the logits processor.
         padding: the rows of padding at the end.
         bonus_anchor: the 1 + N query layout.
+        watermarker: a draft watermarker. topk: candidates a position.
+        transform: some output logit transform; muse: Muse Spark's, multiplier and soft cap.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Case:
     watermarker: bool = False
     topk: int | None = None
     transform: bool = False
+    muse: tuple[float, float | None] | None = None
 
 
 CASES = [
@@ -77,12 +80,19 @@ CASES = [
     Case("fp64 noise", fp64=True),
     Case("soft cap and scale", soft_cap=30.0, scale=0.5),
     Case("bonus anchor", bonus_anchor=True),
+    Case("top k", topk=8, dtype=torch.float32),
+    Case("greedy top k", topk=8, dtype=torch.float32, probabilistic=False),
+    Case("top k, d2t, inert rows", topk=5, dtype=torch.float32, reduced=True, padding=2),
+    Case("top k, scale, estimator", topk=40, dtype=torch.float32, scale=0.5, estimator=True),
+    Case("muse", muse=(0.25, 30.0), reduced=True),
+    Case("greedy muse", muse=(0.5, None), reduced=True, probabilistic=False),
+    Case("muse, inert rows", muse=(2.0, 4.0), reduced=True, padding=2),
 ]
 
 # Left to vLLM; the reason has to hold the word.
 LEFT = {
     "a draft watermarker": Case("watermarker", watermarker=True),
-    "dspark_draft_topk": Case("top k", topk=8),
+    "dspark_draft_topk beside a soft cap": Case("capped top k", topk=8, soft_cap=30.0),
     "base_logits: expected fp32": Case(
         "fp64 base", base_dtype=torch.float64, cache_dtype=torch.float64
     ),
@@ -137,11 +147,23 @@ class TinyDraft(nn.Module):
             self.draft_id_to_target_id = nn.Parameter(offsets, requires_grad=False)
         if case.transform:
             self.apply_output_logit_transform = lambda logits: logits.float() * 0.5
+        if case.muse:
+            self.output_multiplier, self.output_soft_cap_temp = case.muse
+            self.apply_output_logit_transform = self.muse_transform
+        # Which of equal base logits are candidates is not defined: here are no equals.
+        self.ranking = torch.arange(width) / 2048 if case.topk else None
         self.computed = 0
+
+    def muse_transform(self, logits: Tensor) -> Tensor:
+        logits = logits.float() * self.output_multiplier
+        if (cap := self.output_soft_cap_temp) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
 
     def compute_draft_logits(self, hidden: Tensor) -> Tensor:
         self.computed += 1
-        return self.logits_processor(self.lm_head, hidden.to(self.lm_head.weight.dtype))
+        logits = self.logits_processor(self.lm_head, hidden.to(self.lm_head.weight.dtype))
+        return logits if self.ranking is None else logits + self.ranking.to(logits.dtype)
 
     def map_draft_to_target(self, ids: Tensor) -> Tensor:
         d2t = self.draft_id_to_target_id
@@ -157,8 +179,10 @@ class TinyDraft(nn.Module):
         self, embed: Tensor, logits: Tensor, values: Tensor, index: Tensor
     ) -> Tensor:
         weight = self.model.markov_head.markov_w2.weight[index]
-        bias = (weight * embed.unsqueeze(1)).sum(-1)
-        return logits.scatter_(1, index, values + bias)
+        corrected = values.unsqueeze(-1).clone()
+        scale = self.logits_processor.scale
+        corrected.baddbmm_(weight, embed.unsqueeze(-1), beta=1.0, alpha=scale)
+        return logits.scatter_(1, index, corrected.squeeze(-1))
 
     def compute_confidence(self, hidden: Tensor, embed: Tensor) -> Tensor:
         x = torch.cat([hidden, embed], dim=-1).float()

@@ -56,9 +56,7 @@ def compare(problem: Problem, sampler: Sampler, *, cached: bool = True) -> Verdi
     batch = problem.batch
     caches = [problem.new_cache() if cached else None for _ in range(2)]
     tokens = [problem.new_tokens() for _ in range(2)]
-    want = reference.sample(
-        problem.head, batch, caches[0], tokens[0], noise_dtype=sampler.plan.noise_dtype
-    )
+    want = reference.sample(problem.head, batch, caches[0], tokens[0], **sampler.plan.arithmetic())
     got = sampler.sample(batch, caches[1], tokens[1])
     limit = ULPS_ON_GPU if problem.head.device.type == "cuda" else 0
     ulps = 0

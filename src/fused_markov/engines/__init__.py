@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Plan:
         noise_dtype: float32 or float64 Gumbel noise.
         noise_stream: a name of `fused_markov.noise.STREAMS`.
         cache_convention: a name of `fused_markov.batch.CACHE_CONVENTIONS`.
+        draft_topk: candidates a position is drafted from, or None: all.
     """
 
     max_rows: int
@@ -37,6 +38,16 @@ class Plan:
     # What is as ever is not in the explanation of a plan.
     noise_stream: str = field(default=STREAM, repr=False)
     cache_convention: str = field(default="logits", repr=False)
+    draft_topk: int | None = None
+
+    def arithmetic(self) -> dict[str, Any]:
+        """What `reference.sample` must be told to compute what the plan's engine does."""
+        return {
+            "noise_dtype": self.noise_dtype,
+            "noise_stream": self.noise_stream,
+            "cache_convention": self.cache_convention,
+            "draft_topk": self.draft_topk,
+        }
 
 
 class Engine(Protocol):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fused_markov import masks
 from fused_markov.batch import (
     PADDING_TOKEN,
     DraftBatch,
@@ -22,9 +23,11 @@ from fused_markov.engines import Plan
 from fused_markov.engines.cpu_check import Best, Pairs
 from fused_markov.engines.cpu_guess import Candidates
 from fused_markov.engines.cpu_heads import Judge, PairEmbeddings
+from fused_markov.engines.cpu_limited import best_kept, sample_limited
 from fused_markov.engines.cpu_noise import NoiseGate
 from fused_markov.engines.cpu_philox import noise_gate
 from fused_markov.head import MarkovHead
+from fused_markov.shaping import is_shaped, shape
 
 # Pairs whose logits are computed together: enough to use a block of W2 well while it is in the
 # cache, few enough that the block's logits are too.
@@ -59,17 +62,20 @@ class CpuEngine:
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
         judge = Judge(self._head, batch)
-        tempered = self._plan.cache_convention == "tempered"
-        run = _Run(self._head, self._gate, judge.batch, logits_cache, tempered)
-        passes = run.finish()
-        confidence, lengths = judge.result(run.token, run.nonfinite)
-        if tokens is None:
-            tokens = run.token
+        if self._plan.draft_topk is not None:
+            token, nonfinite = sample_limited(self._head, self._plan, judge.batch, logits_cache)
+            passes = 0
         else:
-            tokens.copy_(run.token)
-        return DraftResult(
-            tokens, run.nonfinite, self.name, torch.tensor(passes), confidence, lengths
-        )
+            tempered = self._plan.cache_convention == "tempered"
+            run = _Run(self._head, self._gate, judge.batch, logits_cache, tempered)
+            passes = run.finish()
+            token, nonfinite = run.token, run.nonfinite
+        confidence, lengths = judge.result(token, nonfinite)
+        if tokens is None:
+            tokens = token
+        else:
+            tokens.copy_(token)
+        return DraftResult(tokens, nonfinite, self.name, torch.tensor(passes), confidence, lengths)
 
 
 class _Run:
@@ -182,6 +188,22 @@ class _Run:
             at = (pairs.row, pairs.step)
             self.token[at], self.nonfinite[at], self._found[at] = token, ~finite, sure
             self._no_floor[at] = ~sure
+            if self._cache is not None and is_shaped(self._batch):
+                self._shape(pairs, self._cache)
+
+    def _shape(self, pairs: Pairs, cache: Tensor) -> None:
+        """Shape the cached logits of pairs, and find the best of those that are left."""
+        some = (pairs.temp != 0).nonzero().squeeze(1)
+        row, step, slot = pairs.row[some], pairs.step[some], pairs.slot[some]
+        columns = torch.arange(self._head.draft_vocab)
+        if self._scattered:
+            columns = self._head.target_ids(columns)
+        at = (slot.unsqueeze(1), step.unsqueeze(1), columns)
+        logits = shape(cache[at], self._batch, slot)
+        cache[at] = logits
+        found = best_kept(self._head, self._gate, pairs, some, logits)
+        self.token[row, step], self.nonfinite[row, step] = found
+        self._found[row, step] = True
 
     def _pairs(self, guess: Candidates, row: Tensor, step: Tensor) -> tuple[Pairs, Best]:
         at = (row, step)
@@ -237,6 +259,9 @@ class _Run:
 
     def _logits_of_block(self, pairs: Pairs, low: int, high: int, out: Tensor) -> None:
         """Write columns ``low:high`` of the logits to ``out`` ``[n, high-low]``."""
+        if self._head.logit_transform is not None or self._batch.bans is not None:
+            self._finish_block(pairs, low, high, out)
+            return
         same = out.dtype == self._head.dtype
         bias = out if same else torch.empty(out.shape, dtype=self._head.dtype)
         self._head.cpu_bias_block(pairs.tiles, low, high, bias)
@@ -246,6 +271,17 @@ class _Run:
             base = pairs.base[:, :, low:high]
             bias, out = bias.view(base.shape), out.view(base.shape)
         torch.add(base, bias, out=out)
+
+    def _finish_block(self, pairs: Pairs, low: int, high: int, out: Tensor) -> None:
+        """As `_logits_of_block`, where the sum is not yet the logits."""
+        bias = torch.empty(out.shape, dtype=self._head.dtype)
+        self._head.cpu_bias_block(pairs.tiles, low, high, bias)
+        base = self._batch.base_logits[pairs.row, pairs.step, low:high]
+        out.copy_(self._head.finish(base + bias))
+        if self._batch.bans is not None:
+            ids = self._head.target_ids(torch.arange(low, high))
+            allowed = masks.allowed(self._batch.bans, pairs.slot, pairs.step, ids)
+            out.masked_fill_(~allowed, -torch.inf)
 
     def _store(self, pairs: Pairs, logits: Tensor, low: int, high: int) -> None:
         cache, head = self._cache, self._head

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_markov import masks
 from fused_markov.batch import DraftBatch
 from fused_markov.engines.cpu_noise import UNKNOWN_RANK, NoiseGate
 from fused_markov.engines.cpu_runs import RUN, largest_of_runs
@@ -53,7 +54,8 @@ class Candidates:
     ) -> None:
         """``temp`` (0: greedy), ``state``, ``live`` are ``[R, S]``; ``dtype`` is the logits'."""
         self._head, self._gate, self._dtype = head, gate, dtype
-        self._logits = batch.base_logits[:, :, : head.draft_vocab]
+        raw = batch.base_logits[:, :, : head.draft_vocab]
+        self._logits = _seen(head, batch, raw)
         self._whole = head.draft_vocab // RUN
         shape = (*live.shape, min(CANDIDATES, head.draft_vocab))
         self.index = torch.zeros(shape, dtype=torch.int64)
@@ -67,6 +69,10 @@ class Candidates:
         self.least = torch.full(tops.shape, UNKNOWN_RANK, dtype=torch.int32)
         self._greedy(tops, *(live & (temp == 0)).nonzero(as_tuple=True))
         self._sampled(tops, *(live & (temp != 0)).nonzero(as_tuple=True))
+        if head.logit_transform is not None:
+            # The bias comes before the transform: from here on the base itself is what counts.
+            self.base = torch.where(self.base == -torch.inf, -torch.inf, raw.gather(2, self.index))
+            self._logits = raw
 
     def _whole_runs(self) -> Tensor:
         """The base logits as ``[R, S, whole runs, RUN]``, without a copy."""
@@ -166,7 +172,7 @@ class Candidates:
         w2 = head.weights.dequantized(index.flatten()).view(*index.shape, -1)
         bias = torch.bmm(w2, embed.float().unsqueeze(2)).squeeze(2)
         # Rounded as the logits will be: they tie, or lose, by their last place.
-        logits = (base + head.transform(bias.to(head.dtype))).to(self._dtype)
+        logits = head.finish(base + head.transform(bias.to(head.dtype))).to(self._dtype)
         score = logits.float() + g
         score = score.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
         tied = score == score.amax(dim=1, keepdim=True)
@@ -203,13 +209,24 @@ class Candidates:
         products = embed.float() * head.weights.dequantized(place)
         bias = head.transform(products.sum(dim=1).to(head.dtype))
         temp, g = self._temp[row, step], self._noise(row, step, place.unsqueeze(1)).squeeze(1)
-        score = (base + bias).to(self._dtype).float() / temp + g
+        score = head.finish(base + bias).to(self._dtype).float() / temp + g
         # The product may sum in another order, and then round bias and logit the other way.
         eps = max(torch.finfo(d).eps for d in (head.dtype, base.dtype, self._dtype))
         off = 2 * eps * (base.float().abs() + 2 * bias.float().abs())
         off += 2.0**-23 * head.rank * abs(head.scale) * products.abs().sum(dim=1)
         floor = score - off / temp - 1e-5 * score.abs() - 1e-3
         return torch.where(floor.isfinite(), floor, -torch.inf)
+
+
+def _seen(head: MarkovHead, batch: DraftBatch, base: Tensor) -> Tensor:
+    """Base logits as candidates are chosen by: transformed, and -inf where banned."""
+    base = head.finish(base)
+    if batch.bans is None:
+        return base
+    ids = head.target_ids(torch.arange(head.draft_vocab))
+    slots = batch.slot_matrix().clamp_min(0)
+    allowed = [masks.allowed(batch.bans, slots[:, s], s, ids) for s in range(batch.steps)]
+    return base.where(torch.stack(allowed, dim=1), -torch.inf)
 
 
 def _slices(length: int, size: int) -> list[slice]:

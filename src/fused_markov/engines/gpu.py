@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_markov.batch import DraftBatch, DraftResult
 from fused_markov.engines import Plan
+from fused_markov.engines.chips import Chip, chip_of
 from fused_markov.engines.gpu_heads import GpuHeads
 from fused_markov.engines.launch import (
     head_data,
@@ -18,6 +19,7 @@ from fused_markov.engines.launch import (
     on_device,
     why_not_triton,
 )
+from fused_markov.engines.limited import LimitedDrafts
 from fused_markov.engines.warm import bucket_rows, padding_calls
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs
@@ -34,11 +36,15 @@ class TritonEngine(ABC):
     note = ""  # where the configurations are from, unless they are built in or given
     _passes: Tensor  # int64, one element: how often the last sample read W2
 
-    def __init__(self, head: MarkovHead, plan: Plan) -> None:
+    def __init__(self, head: MarkovHead, plan: Plan, chip: Chip | None = None) -> None:
         self._head, self._plan = head, plan
         self._data = head_data(head, plan.noise_stream)
         self._multiprocessors = multiprocessors(head.device)
         self._slots = torch.arange(plan.max_rows, device=head.device)
+        self._limited: LimitedDrafts | None = None
+        if plan.draft_topk is not None:
+            self._limited = LimitedDrafts(head, plan, chip or chip_of(head.device))
+            self._no_passes = torch.tensor(0, device=head.device)
         size = plan.max_rows * plan.steps
         self._nonfinite = torch.zeros(size, dtype=torch.uint8, device=head.device)
         self._heads = None if head.hidden_size is None else GpuHeads(head, plan, self._options)
@@ -50,6 +56,8 @@ class TritonEngine(ABC):
 
     @staticmethod
     def why_not(head: MarkovHead, plan: Plan) -> str | None:
+        if plan.draft_topk is not None and head.weights.quantized:
+            return f"limited candidates (draft_topk) of a W2 in {head.weights.format}"
         return why_not_triton(head)
 
     @abstractmethod
@@ -75,12 +83,16 @@ class TritonEngine(ABC):
         with on_device(head.device):
             if self._heads is not None:
                 io = self._heads.before(batch, io)
-            self._launch(io, batch, logits_cache)
+            if self._limited is None:
+                self._launch(io, batch, logits_cache)
+            else:
+                self._limited.launch(io, batch, logits_cache)
             if self._heads is not None:
                 self._heads.after(batch, io)
         flags = nonfinite[: batch.rows * batch.steps].view(shape).view(torch.bool)
+        passes = self._passes if self._limited is None else self._no_passes
         judged = (None, None) if self._heads is None else self._heads.result(batch)
-        return DraftResult(tokens, flags, self.name, self._passes, *judged)
+        return DraftResult(tokens, flags, self.name, passes, *judged)
 
     def warmup(
         self,

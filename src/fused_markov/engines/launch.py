@@ -18,9 +18,11 @@ from fused_markov.engines.amd import processor_of, read_report, unsized
 from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import HiddenInputs, Inputs, Shape
+from fused_markov.shaping import is_shaped
 from fused_markov.weights import NVFP4
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+LACKED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of fp32's
 VARIANTS = {"gated": 1, "rnn": 2}  # as `kernels.variant` knows them
 MAX_RANK = 1024
 REGISTERS = 65536  # of a multiprocessor, on every NVIDIA GPU that Triton knows
@@ -34,6 +36,8 @@ def why_not_triton(head: MarkovHead) -> str | None:
         return f"the head is on {head.device}, Triton needs a GPU"
     if interpreted and head.dtype == torch.bfloat16:
         return "Triton's interpreter computes bf16 wrongly"
+    if head.logit_transform is not None and head.logit_transform.triton_fn is None:
+        return f"the logit transform {head.logit_transform.name!r} has no Triton function"
     if head.rank > MAX_RANK:
         return f"rank {head.rank} is above {MAX_RANK}"
     return None
@@ -256,6 +260,11 @@ def make_inputs(
         table=head.w1,
         context=head.w1,
         mix=head.w1,
+        bans=base if batch.bans is None else batch.bans,
+        ban_slot=0 if batch.bans is None else batch.bans.stride(0),
+        ban_step=0 if batch.bans is None or batch.bans.dim() == 2 else batch.bans.stride(1),
+        **_shaping_inputs(batch, nonfinite),
+        cache_width=width,
         w2_scale=data.w2_scale,
         w2_groups=data.w2_groups,
         w2_words=data.w2_words,
@@ -302,6 +311,10 @@ def make_shape(
         STREAM=plan.noise_stream if noisy else noise.STREAM,
         TEMPERED=noisy and plan.cache_convention == "tempered",
         VARIANT=0 if head.variant is None else VARIANTS[head.variant.kind],
+        BANNED=batch.bans is not None,
+        **_transform_fields(head),
+        **_shaping_fields(batch, cache),
+        BASE_SHIFT=LACKED_BITS[batch.base_logits.dtype],
         FORMAT=head.weights.format,
         SCALE_ROWS=0 if head.weights.block[0] == head.weights.rows else head.weights.block[0],
         SCALE_RANK=head.weights.block[1] if head.weights.parts > 1 else 0,
@@ -309,3 +322,34 @@ def make_shape(
         PER_WORD=per_word(head, chip, tiles["BLOCK_M"], tiles["BLOCK_K"]),
         **tiles,
     )
+
+
+def _transform_fields(head: MarkovHead) -> dict[str, Any]:
+    transform = head.logit_transform
+    if transform is None:
+        return {}
+    return {
+        "TRANSFORM": transform.triton_fn,
+        "TRANSFORM_PARAMETERS": transform.parameters,
+        "TRANSFORM_KEY": str(getattr(transform.triton_fn, "cache_key", transform.name)),
+    }
+
+
+def _shaping_inputs(batch: DraftBatch, none: Tensor) -> dict[str, Any]:
+    """The tensors that shape a batch, ``none`` in place of those not given, and their strides."""
+    given = {"top_k": batch.top_k, "top_p": batch.top_p, "min_p": batch.min_p}
+    tensors = {name: none if x is None else x for name, x in given.items()}
+    strides = {f"{name}_slot": x.stride(0) for name, x in tensors.items()}
+    return {**tensors, **strides}
+
+
+def _shaping_fields(batch: DraftBatch, cache: Tensor | None) -> dict[str, Any]:
+    if not is_shaped(batch) or cache is None:
+        return {}
+    return {
+        "SHAPED": True,
+        "TOP_K": batch.top_k is not None,
+        "TOP_P": batch.top_p is not None,
+        "MIN_P": batch.min_p is not None,
+        "CACHE_SHIFT": LACKED_BITS[cache.dtype],
+    }

@@ -25,16 +25,7 @@ class LoopEngine:
     def sample(
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
-        plan = self._plan
-        return reference.sample(
-            self._head,
-            batch,
-            logits_cache,
-            tokens,
-            noise_dtype=plan.noise_dtype,
-            noise_stream=plan.noise_stream,
-            cache_convention=plan.cache_convention,
-        )
+        return reference.sample(self._head, batch, logits_cache, tokens, **self._plan.arithmetic())
 
     def warmup(
         self,

@@ -35,6 +35,7 @@ from fused_markov.kernels.one_pass import (
     link_kernel,
     passes_kernel,
     settle_kernel,
+    shape_kernel,
 )
 
 
@@ -55,7 +56,7 @@ class OnePassEngine(TritonEngine):
         cooperative: bool | None = None,
         chip: Chip | None = None,
     ) -> None:
-        super().__init__(head, plan)
+        super().__init__(head, plan, chip)
         self._chip = chip or chip_of(head.device)
         if configs is None and chip is None:
             choice = choose(self.name, head, plan, self._chip.one_pass)
@@ -120,6 +121,8 @@ class OnePassEngine(TritonEngine):
         settle_options = self._options(config.link_warps)  # the same product
         for index in range(shape.PASSES):
             launch(check_kernel, programs, io, scratch, index, shape, **options)
+            if shape.SHAPED:
+                launch(shape_kernel, row_steps, io, scratch, index, shape, **settle_options)
             launch(settle_kernel, io.rows, io, scratch, index, shape, **settle_options)
 
     def _programs_per_sm(self, io: Inputs, shape: Shape, config: OnePassConfig) -> int:
@@ -179,4 +182,7 @@ def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) 
         passes=new(1, dtype=torch.int64),
         state=new_state(head, plan),
         before=new(m),
+        row_ban=new(m, dtype=torch.int64),
+        shaped=new(m, dtype=plan.noise_dtype),
+        shaped_id=new(m),
     )

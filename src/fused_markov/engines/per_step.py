@@ -19,6 +19,7 @@ from fused_markov.engines.tuned import choose
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, StepScratch
 from fused_markov.kernels.per_step import embed_kernel, last_kernel, step_kernel
+from fused_markov.kernels.shape import shape_step_kernel
 
 
 class PerStepEngine(TritonEngine):
@@ -33,7 +34,7 @@ class PerStepEngine(TritonEngine):
         configs: tuple[PerStepConfig, ...] | None = None,
         chip: Chip | None = None,
     ) -> None:
-        super().__init__(head, plan)
+        super().__init__(head, plan, chip)
         self._chip = chip or chip_of(head.device)
         if configs is None and chip is None:
             choice = choose(self.name, head, plan, self._chip.per_step)
@@ -45,6 +46,8 @@ class PerStepEngine(TritonEngine):
             best=torch.zeros(parts, rows, dtype=plan.noise_dtype, device=device),
             best_id=torch.zeros(parts, rows, dtype=torch.int32, device=device),
             state=new_state(head, plan),
+            shaped=torch.zeros(rows, dtype=plan.noise_dtype, device=device),
+            shaped_id=torch.zeros(rows, dtype=torch.int32, device=device),
         )
         self._passes = torch.tensor(plan.steps, device=device)
 
@@ -78,5 +81,7 @@ class PerStepEngine(TritonEngine):
                 more = (step, programs, shape)
                 launch(embed_kernel, blocks, io, self._scratch, *more, **self._options(WARPS))
             launch(step_kernel, programs, io, self._scratch, step, shape, **options)
+            if shape.SHAPED:
+                launch(shape_step_kernel, rows, io, self._scratch, step, shape, **options)
         blocks = triton.cdiv(rows, config.block_m)
         launch(last_kernel, blocks, io, self._scratch, programs, shape, **options)

@@ -93,6 +93,8 @@ def _padding_call(
         shape = (rows, steps) if example.slots.dim() == 2 else (rows,)
         slots = _stand_in(example.slots, shape, -1)
     noise = example.temperature is not None
+    given = {name: getattr(example, name) for name in ("top_k", "top_p", "min_p")}
+    shaping = {name: _stand_in(x, (1,)) for name, x in given.items() if x is not None}
     batch = DraftBatch(
         _stand_in(example.base_logits, (rows, steps, head.draft_vocab)),
         _stand_in(example.anchors, (rows,)),
@@ -101,6 +103,8 @@ def _padding_call(
         _stand_in(example.seeds, (1,)) if noise and example.seeds is not None else None,
         slots,
         *_stand_in_heads(head, plan, rows, example),
+        _bans_like(example.bans, steps),
+        **shaping,
     )
     cache = None
     if logits_cache is not None:
@@ -115,6 +119,12 @@ def _stand_in_heads(
     if hidden is not None:
         hidden = _stand_in(hidden, (rows, plan.steps, hidden.shape[2]))
     return hidden, None if limits is None else _stand_in(limits, (1,))
+
+
+def _bans_like(bans: Tensor | None, steps: int) -> Tensor | None:
+    if bans is None:
+        return None
+    return _stand_in(bans, (1, bans.shape[1]) if bans.dim() == 2 else (1, steps, bans.shape[2]))
 
 
 def _stand_in(like: Tensor, shape: tuple[int, ...], value: int = 0) -> Tensor:

@@ -95,6 +95,9 @@ def install(module: ModuleType) -> None:
     speculator.propose = _proposing(speculator.propose)
     if version.hook == "speculator":
         speculator._sample_sequential = _sampling(speculator._sample_sequential)
+    elif hasattr(speculator, "_sample_sequential_topk"):
+        # Drafts from limited candidates (dspark_draft_topk) do not ask the hook.
+        speculator._sample_sequential_topk = _sampling(speculator._sample_sequential_topk)
 
 
 def _loading(original: Any, version: VllmVersion) -> Any:
@@ -131,7 +134,7 @@ def _proposing(original: Any) -> Any:
 
 
 def _sampling(original: Any) -> Any:
-    """``_sample_sequential`` of a vLLM without a hook: ours where it can, else vLLM's."""
+    """A ``_sample_sequential`` that asks no hook: ours where it can, else vLLM's."""
 
     @functools.wraps(original)
     def _sample_sequential(self: Any, num_reqs: int, head_hidden: Any) -> None:

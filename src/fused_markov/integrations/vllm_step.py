@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.batch import DraftBatch, DraftResult, logits_dtype
 from fused_markov.errors import FusedMarkovError
 from fused_markov.head import MarkovHead
 from fused_markov.integrations.vllm_counters import Counters
 from fused_markov.integrations.vllm_versions import VllmVersion, probabilistic_gap
 from fused_markov.sampler import DraftSampler
 from fused_markov.successors import COUNT, find_successors
+from fused_markov.transforms import LogitTransform, scaled_soft_cap
 
 ENGINE = "FUSED_MARKOV_ENGINE"  # names an engine to use instead of the sampler's own choice
+PROBES = 6001  # logits that a model's transform is tried on
 SUCCESSORS = "FUSED_MARKOV_SUCCESSORS"  # how many to find for each token, 0 for none
 
 
@@ -34,7 +36,8 @@ class VllmDrafter:
     ) -> None:
         self.version, self.model = version, model
         self.head = read_head(model)
-        self._find_successors()
+        if draft_topk(speculator) is None:
+            self._find_successors()
         self.counters = Counters(logger, self.head.device)
         self.sampler = DraftSampler(
             self.head,
@@ -44,6 +47,7 @@ class VllmDrafter:
             noise_dtype=torch.float64 if speculator.use_fp64_gumbel else torch.float32,
             noise_stream=version.stream,
             cache_convention=version.cache,
+            draft_topk=draft_topk(speculator),
         )
         self.sampler.warmup()
 
@@ -54,6 +58,7 @@ class VllmDrafter:
         """A drafter, or None with the reason logged where this draft model cannot have one."""
         try:
             reason = why_not_model(model) or why_not_speculator(speculator, version)
+            reason = reason or why_not_limited(speculator, read_head(model))
             if reason is None:
                 drafter = cls(speculator, model, version, logger)
                 logger.info("%s", drafter.describe(speculator))
@@ -175,10 +180,12 @@ class VllmDrafter:
         speculator.draft_token_confidence_probs[: batch.rows] = confidence.view_as(tokens)
 
     def _result_dtype(self, batch: DraftBatch) -> torch.dtype:
-        return torch.promote_types(batch.base_logits.dtype, self.head.dtype)
+        return logits_dtype(self.head, batch, None)
 
     def _why_not_base(self, speculator: Any, batch: DraftBatch) -> str | None:
         """Why base logits of this kind are vLLM's to sample from, or None."""
+        if draft_topk(speculator) is not None and batch.base_logits.dtype != self.head.dtype:
+            return f"dspark_draft_topk with {batch.base_logits.dtype} base logits"
         width = batch.base_logits.shape[-1]
         if width != self.head.draft_vocab:
             return f"base logits {width} wide for {self.head.draft_vocab} candidates"
@@ -216,8 +223,32 @@ def read_head(model: Any) -> MarkovHead:
         d2t=None if d2t is None else d2t.data[:width],
         scale=processor.scale,
         soft_cap=processor.soft_cap,
+        logit_transform=known_transform(model),
         vocab_size=width if d2t is None else _target_vocab(weights.markov_w1),
     )
+
+
+def known_transform(model: Any) -> LogitTransform | None:
+    """A draft model's output logit transform, if it is that of vLLM 0.33's Muse Spark.
+
+    Known by its two numbers and by what it makes of logits over their whole range, to the bit.
+    """
+    multiplier = getattr(model, "output_multiplier", None)
+    if not isinstance(multiplier, int | float) or not hasattr(model, "output_soft_cap_temp"):
+        return None
+    cap = model.output_soft_cap_temp
+    if cap is not None and not isinstance(cap, int | float):
+        return None
+    transform = scaled_soft_cap(multiplier, cap)
+    weights = model.model.markov_head.markov_w2.weight
+    probe = torch.linspace(-300.0, 300.0, PROBES, device=weights.device)
+    ends = probe.new_tensor([0.0, -0.0, 1e-30, -1e-30, 1e30, -1e30, torch.inf, -torch.inf])
+    for dtype in {weights.dtype, torch.float32}:
+        logits = torch.cat([probe, ends]).to(dtype)
+        theirs = model.apply_output_logit_transform(logits.clone())
+        if theirs.dtype != torch.float32 or not torch.equal(theirs, transform(logits)):
+            return None
+    return transform
 
 
 def why_not_model(model: Any) -> str | None:
@@ -226,7 +257,7 @@ def why_not_model(model: Any) -> str | None:
     processor = getattr(model, "logits_processor", None)
     if weights is None or processor is None:
         return "no Markov head (model.markov_head) or logits processor"
-    if hasattr(model, "apply_output_logit_transform"):
+    if hasattr(model, "apply_output_logit_transform") and known_transform(model) is None:
         return "an output logit transform"
     w1, w2 = weights.markov_w1, weights.markov_w2
     method = type(getattr(w2, "quant_method", None)).__name__
@@ -249,8 +280,6 @@ def why_not_model(model: Any) -> str | None:
 
 def why_not_speculator(speculator: Any, version: VllmVersion) -> str | None:
     """Why a speculator's whole way of drafting is left to vLLM, or None."""
-    if getattr(speculator, "_draft_topk", None) is not None:
-        return "drafts from the base logits' top candidates (dspark_draft_topk)"
     steps, stride = speculator.num_speculative_steps, speculator.num_query_per_req
     anchors = torch.arange(speculator.max_num_reqs) * stride
     if not torch.equal(speculator._anchor_idx.cpu(), anchors):
@@ -258,6 +287,24 @@ def why_not_speculator(speculator: Any, version: VllmVersion) -> str | None:
     if stride < steps:
         return f"{stride} queries a request for {steps} draft steps"
     return None if speculator.draft_logits is None else probabilistic_gap(version)
+
+
+def draft_topk(speculator: Any) -> int | None:
+    """vLLM's ``dspark_draft_topk``: the candidates a position is drafted from, or None: all."""
+    count = getattr(speculator, "_draft_topk", None)
+    return None if count is None else int(count)
+
+
+def why_not_limited(speculator: Any, head: MarkovHead) -> str | None:
+    """Why drafts from limited candidates are left to vLLM, or None."""
+    if draft_topk(speculator) is None:
+        return None
+    # Its gathered bias knows neither, though its drafts from all candidates do.
+    if head.soft_cap is not None:
+        return "dspark_draft_topk beside a soft cap"
+    if head.logit_transform is not None:
+        return "dspark_draft_topk beside an output logit transform"
+    return None
 
 
 def why_not_step(speculator: Any, num_reqs: int) -> str | None:

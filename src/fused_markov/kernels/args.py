@@ -47,6 +47,16 @@ class Inputs(NamedTuple):
     table: Any  # [w1_rows, rank] W1
     context: Any  # [M, outs] fp32 the layer's part of the hidden states
     mix: Any  # [outs, rank or 2 * rank] the layer's weights for state and embedding
+    bans: Any  # [N, W] or [N, S, W] int32 bitmasks of the target ids that may be drafted (BANNED)
+    ban_slot: Any
+    ban_step: Any
+    top_k: Any  # [N] by slot (TOP_K)
+    top_p: Any  # [N] by slot (TOP_P)
+    min_p: Any  # [N] by slot (MIN_P)
+    top_k_slot: Any
+    top_p_slot: Any
+    min_p_slot: Any
+    cache_width: Any
     w2_scale: Any  # [row blocks, SCALE_PARTS] fp32 scales of a W2 in fewer bits
     w2_groups: Any  # [w2_rows, rank / 16] int8 codes of NVFP4's e4m3 scales
     w2_words: Any  # w2's codes as int32 (PER_WORD)
@@ -80,6 +90,9 @@ class Scratch(NamedTuple):
     passes: Any  # [1] int64 result: passes over W2
     state: Any = None  # [M, rank] a variant's state after each row-step (VARIANT)
     before: Any = None  # [M] int32 the token before each row-step, as guessed (VARIANT)
+    row_ban: Any = None  # [M] int64 offset of its bans, for a record as above
+    shaped: Any = None  # [M] fp32 or fp64 best score of a shaped row-step (SHAPED)
+    shaped_id: Any = None  # [M] int32 its target id; -1: the row-step is not shaped
 
 
 class StepScratch(NamedTuple):
@@ -88,6 +101,8 @@ class StepScratch(NamedTuple):
     best: Any  # [2 * programs, R] fp32 or fp64 best score in each program's part of the vocabulary
     best_id: Any  # [2 * programs, R] int32 their target ids
     state: Any = None  # [M, rank] a variant's state after each row-step (VARIANT)
+    shaped: Any = None  # [R] fp32 or fp64 best score of the last step's shaped rows (SHAPED)
+    shaped_id: Any = None  # [R] int32 its target id; -1: the row is not shaped
 
 
 class HiddenInputs(NamedTuple):
@@ -175,6 +190,20 @@ class Shape(NamedTuple):
     TEMPERED: bool = False  # the cache holds logits divided by temperature
     # a head with a variant
     VARIANT: int = 0  # none, 1: gated, 2: rnn
+    BANNED: bool = False  # bans are given
+    TRANSFORM: Any = None  # the head's `LogitTransform.triton_fn`
+    TRANSFORM_PARAMETERS: tuple[float, ...] = ()
+    TRANSFORM_KEY: str = ""  # its code, for Triton's cache does not see it in here
+    # draft distributions
+    SHAPED: bool = False  # some rows may have a threshold, by
+    TOP_K: bool = False
+    TOP_P: bool = False
+    MIN_P: bool = False
+    CACHE_SHIFT: int = 0  # low bits of fp32 that the cache's dtype lacks
+    # limited candidates
+    LIMIT: int = 0  # candidates a row-step
+    LIMIT_BLOCK: int = 0  # of those multiplied at a time
+    BASE_SHIFT: int = 0  # low bits of fp32 that the base's dtype lacks
     # how W2 is stored
     FORMAT: str = "plain"  # or "fp8", "int8", "nvfp4"
     SCALE_ROWS: int = 1  # candidates that share a scale; 0: all

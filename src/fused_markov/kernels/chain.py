@@ -8,10 +8,8 @@ the order in which a bias is summed, which the gate's margin covers.
 import triton
 import triton.language as tl
 
-from fused_markov.kernels.link import gate_of, product
-from fused_markov.kernels.logits import finish_logits
-from fused_markov.kernels.noise import gumbel, scores
-from fused_markov.kernels.rows import NO_ID, as_scalar, base_offset, target_id
+from fused_markov.kernels.link import gate_of, product, scored
+from fused_markov.kernels.rows import NO_ID, as_scalar, target_id
 from fused_markov.kernels.variant import embed_index, embed_row, keep_before
 from fused_markov.kernels.walk import load_row, places, store_records
 from fused_markov.kernels.weights import stored_product
@@ -33,10 +31,7 @@ def _better(z, tid, x, other_z, other_tid, other_x):
 @triton.jit
 def _scored(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     """Score, target id and logit of the candidates ``v`` [n] of row-step ``m`` after ``prev``."""
-    temp, state, state64 = noise
     tid = target_id(io, v, inside, cfg)
-    at = base_offset(io, m // cfg.STEPS, m % cfg.STEPS, cfg)
-    base = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
     rows = tl.arange(0, ALIKE)
     after = embed_index(m, prev, cfg) + 0 * rows
     if cfg.FORMAT == "plain":
@@ -44,12 +39,8 @@ def _scored(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     else:
         acc = stored_product(io, after, v, after >= 0, inside, cfg.CHAIN_K, cfg.LINK_STAGES, cfg)
     acc = tl.sum(tl.where((rows == 0)[:, None], acc, 0.0), axis=0)
-    x = finish_logits(acc, base, io.scale, io.soft_cap, cfg)
-    if cfg.NOISE:
-        z = scores(x, temp, gumbel(state, state64, tid, cfg), cfg)
-    else:
-        z = tl.where(x == x, x, float("-inf"))
-    return z, tl.where(inside, tid, NO_ID), x
+    z, x = scored(io, m, noise, acc[None, :], v, tid, inside, cfg)
+    return tl.sum(z, axis=0), tl.where(inside, tid, NO_ID), tl.sum(x, axis=0)
 
 
 @triton.jit

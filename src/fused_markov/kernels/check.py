@@ -8,6 +8,7 @@ its noise below what the guess demands is never looked at again.
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.bans import ban_tile
 from fused_markov.kernels.link import product, rows_of
 from fused_markov.kernels.logits import finish_logits
 from fused_markov.kernels.noise import bound_terms, gumbel, reach, scores, tempered_logits
@@ -30,9 +31,11 @@ def _load_rows(scratch, block, count, cfg: tl.constexpr):
     prev = tl.load(scratch.row_prev + i, mask=live, other=0)
     base = tl.load(scratch.row_base + i, mask=live, other=0)
     need = tl.load(scratch.row_need + i, mask=live, other=float("inf"))
-    cache, temp, state, state64 = base, i, i, i
+    cache, temp, state, state64, ban = base, i, i, i, base
     if cfg.CACHED:
         cache = tl.load(scratch.row_cache + i, mask=live, other=0)
+    if cfg.BANNED:
+        ban = tl.load(scratch.row_ban + i, mask=live, other=0)
     if cfg.ALIGNED:
         base, cache = tl.multiple_of(base, 8), tl.multiple_of(cache, 8)
     if cfg.NOISE:
@@ -42,7 +45,7 @@ def _load_rows(scratch, block, count, cfg: tl.constexpr):
         if cfg.FP64:
             state64 = tl.load(scratch.row_state64 + i, mask=live, other=0)
             state64 = state64.to(tl.uint32, bitcast=True)
-    return prev, live, base, cache, temp, need, state, state64
+    return prev, live, base, cache, temp, need, state, state64, ban
 
 
 @triton.jit
@@ -158,7 +161,7 @@ def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
     way while this one is finished.
 
     ``rows``: previous tokens, whether there is a row, offsets of base and cache, temperatures, what
-    the gate demands, hash states.
+    the gate demands, hash states, offsets of bans.
     """
     prev, live, base_at, need = rows[0], rows[1], rows[2], rows[5]
     embed = tl.zeros([16, 16], cfg.WEIGHT)
@@ -183,6 +186,9 @@ def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
             key = token_key(io, tile * cfg.BLOCK_V + lane, in_vocab)
         acc = _bias(io, embed, prev, live, tile, in_vocab, cfg)
         x = finish_logits(acc, base.to(tl.float32), io.scale, io.soft_cap, cfg)
+        if cfg.BANNED:
+            v = tile * cfg.BLOCK_V + lane
+            x = ban_tile(io, x, rows[8], v, live, in_vocab, float("-inf"), cfg)
         if io.vocab > 0:  # always; what is under an `if` comes after the loads of the tiles ahead
             best, best_id, need = _finish_tile(
                 io, x, key, tile, in_vocab, rows, best, best_id, need, cfg

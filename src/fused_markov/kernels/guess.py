@@ -6,6 +6,7 @@ Arithmetic is approximate here. A guess decides only how many passes the check n
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.bans import ban_offset, ban_tile
 from fused_markov.kernels.fill import fill_unmapped
 from fused_markov.kernels.noise import bound_terms, reach
 from fused_markov.kernels.rows import (
@@ -16,6 +17,7 @@ from fused_markov.kernels.rows import (
     load_slot,
     token_key,
 )
+from fused_markov.kernels.transforms import transformed
 
 LOWEST = tl.constexpr(-3.0e38)
 
@@ -38,8 +40,13 @@ def _scan_chunk(io, r, s, slot, live, first, rounds, cfg: tl.constexpr):
         in_vocab = below_vocab(io, v, cfg)
         inside = live[:, None] & in_vocab[None, :]
         z = tl.load(rows + v[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+        if cfg.TRANSFORM is not None:
+            z = tl.where(inside, transformed(z, cfg), float("-inf"))
         if cfg.NOISE:
             z = reach(z, terms, state, state64, token_key(io, v, in_vocab), True, cfg)
+        if cfg.BANNED:
+            at = ban_offset(io, tl.where(live, slot, 0), s)
+            z = ban_tile(io, z, at, v, live, in_vocab, LOWEST, cfg)
         bits = (z.to(tl.int32, bitcast=True) & ~0xFF) | i
         best = tl.maximum(best, bits.to(tl.float32, bitcast=True))
     return best

@@ -8,6 +8,7 @@ before, there is nothing to link: see `chain`.
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.bans import ban_candidates
 from fused_markov.kernels.logits import finish_logits
 from fused_markov.kernels.noise import gumbel, scores
 from fused_markov.kernels.rows import (
@@ -73,23 +74,37 @@ def load_row_noise(io, m, slot, cfg: tl.constexpr):
 
 
 @triton.jit
-def best_of(io, m, noise, prev, v, inside, cfg: tl.constexpr):
-    """Best of the candidates ``v`` [n] that are ``inside``, of row-step ``m``, after each of
-    ``prev``: its score, target id and logit, each like ``prev``.
+def scored(io, m, noise, acc, v, tid, inside, cfg: tl.constexpr):
+    """Scores and logits [p, n] of the candidates ``v`` [n] of row-step ``m`` that are ``inside``.
+
+    ``acc`` [p, n]: products of W2's rows with each predecessor's of W1; ``tid``: target ids.
     """
     temp, state, state64 = noise
-    tid = target_id(io, v, inside, cfg)
     at = base_offset(io, m // cfg.STEPS, m % cfg.STEPS, cfg)
     base = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
-    if cfg.FORMAT == "plain":
-        acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
-    else:
-        acc = stored_product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
     x = finish_logits(acc, base[None, :], io.scale, io.soft_cap, cfg)
+    if cfg.TRANSFORM is not None:
+        x = tl.where(inside[None, :], x, float("-inf"))
+    if cfg.BANNED:
+        x = ban_candidates(io, x, m, tid, inside, cfg)
     if cfg.NOISE:
         z = scores(x, temp, gumbel(state, state64, tid, cfg)[None, :], cfg)
     else:
         z = tl.where(x == x, x, float("-inf"))
+    return z, x
+
+
+@triton.jit
+def best_of(io, m, noise, prev, v, inside, cfg: tl.constexpr):
+    """Best of the candidates ``v`` [n] that are ``inside``, of row-step ``m``, after each of
+    ``prev``: its score, target id and logit, each like ``prev``.
+    """
+    tid = target_id(io, v, inside, cfg)
+    if cfg.FORMAT == "plain":
+        acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
+    else:
+        acc = stored_product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
+    z, x = scored(io, m, noise, acc, v, tid, inside, cfg)
     top = tl.max(z, axis=1)
     winners = (z == top[:, None]) & inside[None, :]
     token = tl.min(tl.where(winners, tid[None, :], NO_ID), axis=1)

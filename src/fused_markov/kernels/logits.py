@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.transforms import transformed
+
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, PTX: tl.constexpr):
@@ -42,6 +44,8 @@ def finish_logits(
     if cfg.SCALED:
         bias = rounded(bias * scale, cfg.WEIGHT, cfg.PTX)
     x = rounded(base + bias, cfg.LOGIT, cfg.PTX)
-    if cfg.CACHE != cfg.LOGIT:
+    if cfg.TRANSFORM is not None:
+        x = rounded(transformed(x, cfg), cfg.CACHE, cfg.PTX)
+    elif cfg.CACHE != cfg.LOGIT:
         x = rounded(x, cfg.CACHE, cfg.PTX)
     return x

@@ -12,6 +12,7 @@ from fused_markov.kernels.guess import guess_all
 from fused_markov.kernels.link import link_item
 from fused_markov.kernels.rows import as_scalar, load_anchor, load_slot
 from fused_markov.kernels.settle import settle_all
+from fused_markov.kernels.shape import shape_all
 from fused_markov.kernels.walk import load_row, walk_row
 
 
@@ -66,6 +67,9 @@ def passes_kernel(io, scratch, cfg: tl.constexpr):
         check_all(io, scratch, pid, programs, count, cfg)
         grid_barrier(scratch.arrivals)
         passes += 1
+        if cfg.SHAPED:
+            shape_all(io, scratch, pid, programs, cfg)
+            grid_barrier(scratch.arrivals)
         settle_all(io, scratch, pid, programs, count, scratch.num_active + passes, cfg)
         grid_barrier(scratch.arrivals)
         count = tl.load(scratch.num_active + passes)
@@ -94,3 +98,12 @@ def settle_kernel(io, scratch, index, cfg: tl.constexpr):
     if count > 0:
         counter = scratch.num_active + index + 1
         settle_all(io, scratch, tl.program_id(0), tl.num_programs(0), count, counter, cfg)
+
+
+@triton.jit(
+    do_not_specialize=["io", "scratch", "index"], do_not_specialize_on_alignment=["scratch"]
+)
+def shape_kernel(io, scratch, index, cfg: tl.constexpr):
+    """Between a check and its settling, where those are launched apart."""
+    if tl.load(scratch.num_active + index) > 0:
+        shape_all(io, scratch, tl.program_id(0), tl.num_programs(0), cfg)

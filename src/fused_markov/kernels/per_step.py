@@ -7,6 +7,7 @@ between is needed; nothing of a step is known to the host, and one compiled kern
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.bans import ban_offset
 from fused_markov.kernels.check import check_tiles
 from fused_markov.kernels.fill import fill_unmapped
 from fused_markov.kernels.rows import (
@@ -19,6 +20,7 @@ from fused_markov.kernels.rows import (
     load_slot,
     winner_of_parts,
 )
+from fused_markov.kernels.shape import shaped_winner
 from fused_markov.kernels.variant import ROWS, STEP_COLUMNS, embed_columns, embed_index
 
 PARTS_AT_ONCE = tl.constexpr(32)
@@ -31,6 +33,8 @@ def _winner(io, scratch, r, in_batch, step, parts, cfg: tl.constexpr):
     live = load_slot(io, r, step, in_batch) >= 0
     half = (step % 2) * parts
     best, best_id = winner_of_parts(scratch, half, parts, io.rows, r, live, PARTS_AT_ONCE, cfg.FP64)
+    if cfg.SHAPED:
+        best, best_id, _taken = shaped_winner(scratch, r, live, best, best_id, cfg)
     token = tl.where(live, tl.where(best_id == NO_ID, io.lowest_id, best_id), 0)
     return token, best, live
 
@@ -49,13 +53,15 @@ def _sample_part(io, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
     slot = load_slot(io, r, step, in_batch)
     live = slot >= 0
     base_at = base_offset(io, r, step, cfg)
-    cache_at, temp, state, state64 = base_at, 0.0 * r, r, r
+    cache_at, temp, state, state64, ban = base_at, 0.0 * r, r, r, base_at
     if cfg.CACHED:
         cache_at = cache_offset(io, tl.where(live, slot, 0), step, cfg)
     if cfg.NOISE:
         temp, state, state64 = load_noise(io, r, step, slot, live, cfg)
+    if cfg.BANNED:
+        ban = ban_offset(io, tl.where(live, slot, 0), step)
     need = tl.where(live, LOWEST, float("inf"))
-    rows = (prev, live, base_at, cache_at, temp, need, state, state64)
+    rows = (prev, live, base_at, cache_at, temp, need, state, state64, ban)
     first = tl.where(tl.max(live.to(tl.int32), axis=0) > 0, pid, io.vocab)
     return check_tiles(io, rows, first, parts, cfg)
 

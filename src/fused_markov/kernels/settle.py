@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fused_markov.kernels.chain import chain_row
 from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, winner_of_parts
+from fused_markov.kernels.shape import shaped_winner
 from fused_markov.kernels.variant import token_before
 
 PARTS_AT_ONCE = tl.constexpr(512)
@@ -32,6 +33,9 @@ def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
         best, token = winner_of_parts(
             scratch, 0, parts, width, place, live, PARTS_AT_ONCE, cfg.FP64
         )
+        if cfg.SHAPED:
+            best, token, taken = shaped_winner(scratch, m, live, best, token, cfg)
+            sure_from = tl.where(taken, float("-inf"), sure_from)
         token = tl.where(token == NO_ID, io.lowest_id, token)
         # Where the best that passed the gate is not above it, something may have been missed.
         sure = best >= sure_from

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from fused_markov.kernels.bans import ban_offset
 from fused_markov.kernels.rows import (
     base_offset,
     cache_offset,
@@ -57,6 +58,9 @@ def store_records(io, scratch, r, start, row, place, guess, prev, need, sure, cf
     if cfg.CACHED:
         at = cache_offset(io, tl.where(live, slot, 0), s, cfg)
         tl.store(scratch.row_cache + place, at, mask=live)
+    if cfg.BANNED:
+        at = ban_offset(io, tl.where(live, slot, 0), s)
+        tl.store(scratch.row_ban + place, at, mask=live)
     tl.store(scratch.place + m, place, mask=live)
     tl.store(scratch.sure + m, sure, mask=live)
     tl.store(scratch.guess + m, guess, mask=inside)

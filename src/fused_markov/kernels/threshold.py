@@ -1,0 +1,126 @@
+"""Threshold: the largest key such that the tokens not below it have a wanted count or mass.
+
+Found two bits at a time, by one read of the row each. Sums are of integers, in any order.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_markov.kernels.bans import without_banned
+from fused_markov.kernels.rows import as_scalar, target_id
+from fused_markov.shaping import COEFFICIENTS, FRACTION, LOG2E, MOST_HALVINGS
+
+LANES = tl.constexpr(1024)
+SIGN = tl.constexpr(-(1 << 31))
+PER_UNIT = tl.constexpr(LOG2E)
+MOST = tl.constexpr(MOST_HALVINGS)
+BITS = tl.constexpr(FRACTION)
+REST = tl.constexpr(32 - FRACTION)
+SCALE = tl.constexpr(2.0**FRACTION)
+MASK = tl.constexpr((1 << FRACTION) - 1)
+C0 = tl.constexpr(COEFFICIENTS[0])
+C1 = tl.constexpr(COEFFICIENTS[1])
+C2 = tl.constexpr(COEFFICIENTS[2])
+C3 = tl.constexpr(COEFFICIENTS[3])
+C4 = tl.constexpr(COEFFICIENTS[4])
+C5 = tl.constexpr(COEFFICIENTS[5])
+C6 = tl.constexpr(COEFFICIENTS[6])
+
+
+@triton.jit
+def number(x):
+    """``x``, with -inf for not-a-number and one zero."""
+    x = tl.where(x == x, x, float("-inf"))
+    return tl.where(x == 0.0, 0.0, x)
+
+
+@triton.jit
+def order_key(x, SHIFT: tl.constexpr):
+    """uint32 that rises with ``x``, which `number` gave; ``SHIFT``: low bits its dtype lacks."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | SIGN)).to(tl.uint32, bitcast=True) >> SHIFT
+
+
+@triton.jit
+def _less(c, f, value):
+    return tl.full([], c, tl.uint32) - tl.umulhi(f, value)
+
+
+@triton.jit
+def weights(x, top, temp):
+    """`fused_markov.shaping.weights` on the device, to the bit."""
+    halvings = tl.minimum(tl.div_rn(top - x, temp) * PER_UNIT, MOST)
+    fixed = (halvings * SCALE).to(tl.int32)
+    f = (fixed & MASK).to(tl.uint32) << REST
+    value = _less(C5, f, tl.full([], C6, tl.uint32) + 0 * f)
+    value = _less(C4, f, value)
+    value = _less(C3, f, value)
+    value = _less(C2, f, value)
+    value = _less(C1, f, value)
+    value = _less(C0, f, value)
+    left = tl.full([], 1 << 32, tl.int64) - tl.umulhi(f, value).to(tl.int64)
+    return (left << 2) >> (fixed >> BITS).to(tl.int64)
+
+
+@triton.jit
+def cache_column(io, v, inside, cfg: tl.constexpr):
+    """Columns of the cache that candidates ``v`` stand in."""
+    if cfg.TARGET_WIDE:
+        return target_id(io, v, inside, cfg)
+    else:
+        return v
+
+
+@triton.jit
+def row_block(io, row, first, FROM_BASE: tl.constexpr, cfg: tl.constexpr):
+    """Candidates [LANES] from ``first`` on: their numbers, which are inside, their logits.
+
+    ``row``: offsets of the base logits or the cache, and of the bans.
+    """
+    at, ban_at = row
+    v = as_scalar(first) + tl.arange(0, LANES)
+    inside = v < io.vocab
+    if FROM_BASE:
+        x = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
+        if cfg.BANNED:
+            x = without_banned(io, x, ban_at, target_id(io, v, inside, cfg), inside, float("-inf"))
+    else:
+        x = tl.load(
+            io.cache + at + cache_column(io, v, inside, cfg), mask=inside, other=float("-inf")
+        ).to(tl.float32)
+    return v, inside, number(x)
+
+
+@triton.jit
+def threshold(
+    io,
+    row,
+    wanted,  # int64, at least 1 and at most the sum over all
+    least,  # key below which nothing is summed
+    top,
+    temp,
+    MASS: tl.constexpr,  # sum `weights`, not ones
+    FROM_BASE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    cfg: tl.constexpr,
+):
+    """The largest key not below which at least ``wanted`` is."""
+    LEVELS: tl.constexpr = (33 - SHIFT) // 2
+    j = tl.arange(0, 4)
+    found = tl.full([], 0, tl.uint32)
+    for level in range(0, LEVELS):
+        up = (2 * (LEVELS - 1 - as_scalar(level))).to(tl.uint32)
+        cuts = found + (j.to(tl.uint32) << up)
+        sums = tl.zeros([4], tl.int64)
+        for first in range(0, io.vocab, LANES):
+            _v, inside, x = row_block(io, row, first, FROM_BASE, cfg)
+            key = order_key(x, SHIFT)
+            if MASS:
+                one = weights(x, top, temp)
+            else:
+                one = tl.full([LANES], 1, tl.int64)
+            one = tl.where(inside & (key >= least), one, 0)
+            sums += tl.sum(tl.where(key[None, :] >= cuts[:, None], one[None, :], 0), axis=1)
+        met = tl.sum((sums >= wanted).to(tl.int32), axis=0)
+        found += (met - 1).to(tl.uint32) << up
+    return found
