@@ -11,9 +11,9 @@ COPY_BYTES = 1 << 28
 
 
 def floor_bytes(problem: Problem, *, cached: bool) -> int:
-    """Bytes of W2 once, the base once and the cache once."""
+    """Bytes of W2 once, as it is stored, the base once and the cache once."""
     head, batch = problem.head, problem.batch
-    total = head.draft_vocab * head.rank * head.w2.element_size()
+    total = head.weights.nbytes(head.draft_vocab)
     total += batch.rows * batch.steps * head.draft_vocab * batch.base_logits.element_size()
     if cached:
         width = problem.cache_width

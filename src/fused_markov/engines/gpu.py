@@ -56,6 +56,8 @@ class TritonEngine(ABC):
 
     @staticmethod
     def why_not(head: MarkovHead, plan: Plan) -> str | None:
+        if plan.draft_topk is not None and head.weights.quantized:
+            return f"limited candidates (draft_topk) of a W2 in {head.weights.format}"
         return why_not_triton(head)
 
     @abstractmethod
