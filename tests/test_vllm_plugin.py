@@ -480,3 +480,18 @@ def test_tensor_parallel_ranks_agree(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr[-4000:]
     assert "probabilistic: equal on 2 ranks" in result.stdout
+
+
+def test_limited_drafts_on_a_gpu_are_taken_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fused_markov.integrations.vllm_step import LIMITED, why_not_limited
+
+    def head(device: str) -> Any:
+        fields = {"device": torch.device(device), "soft_cap": None, "logit_transform": None}
+        return SimpleNamespace(**fields)
+
+    speculator = SimpleNamespace(_draft_topk=8)
+    monkeypatch.delenv(LIMITED, raising=False)
+    assert why_not_limited(speculator, head("cpu")) is None
+    assert LIMITED in str(why_not_limited(speculator, head("cuda")))
+    monkeypatch.setenv(LIMITED, "1")
+    assert why_not_limited(speculator, head("cuda")) is None

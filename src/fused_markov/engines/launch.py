@@ -128,13 +128,10 @@ def least_piece(head: MarkovHead) -> int:
     return 32 if head.weights.format == NVFP4 else 16
 
 
-def piece_of_chain(head: MarkovHead) -> int:
-    """Part of the rank that a chain's step multiplies at a time: 256 bytes a row.
-
-    Half of that makes the passes' registers spill (61.9 to 71.1 us at one row with successors).
-    """
+def piece_of_chain(head: MarkovHead, chip: Chip) -> int:
+    """Part of the rank that a chain's step multiplies at a time: ``chip.chain_bytes`` a row."""
     whole = max(least_piece(head), int(triton.next_power_of_2(head.rank)))
-    piece = min(256 // head.dtype.itemsize, whole)
+    piece = min(chip.chain_bytes // head.dtype.itemsize, whole)
     return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
 
 

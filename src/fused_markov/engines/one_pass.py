@@ -92,7 +92,7 @@ class OnePassEngine(TritonEngine):
             SUCCESSORS_P2=max(16, triton.next_power_of_2(successors)),
             LINK_K=piece_of_rank(self._head),
             LINK_STAGES=config.link_stages,
-            CHAIN_K=piece_of_chain(self._head),
+            CHAIN_K=piece_of_chain(self._head, self._chip),
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, self._head),
             BLOCK_K=block_k(self._head, self._chip),

@@ -27,12 +27,12 @@ from fused_markov.kernels.transforms import transformed
 
 @triton.jit
 def _count_above(io, row, key, cfg: tl.constexpr):
-    count = tl.full([], 0, tl.int32)
+    count = tl.full([LANES], 0, tl.int32)
     for first in range(0, io.vocab, LANES):
         _v, inside, x = row_block(io, row, first, True, cfg)
         above = inside & (order_key(x, cfg.BASE_SHIFT) > key)
-        count += tl.sum(above.to(tl.int32), axis=0)
-    return count
+        count += above.to(tl.int32)
+    return tl.sum(count, axis=0)
 
 
 @triton.jit
@@ -63,13 +63,15 @@ def select_kernel(io, candidates, cfg: tl.constexpr):
         for first in range(0, io.vocab, LANES):
             v, inside, x = row_block(io, row, first, True, cfg)
             here = order_key(x, cfg.BASE_SHIFT)
-            equal = (inside & (here == key)).to(tl.int32)
-            take = inside & ((here > key) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= equals)))
-            place = taken + tl.cumsum(take.to(tl.int32), axis=0) - 1
-            at = m.to(tl.int64) * cfg.LIMIT + place
-            tl.store(candidates + at, v, mask=take)
-            taken += tl.sum(take.to(tl.int32), axis=0)
-            equals -= tl.sum(equal, axis=0)
+            if tl.max((inside & (here >= key)).to(tl.int32), axis=0) > 0:
+                equal = (inside & (here == key)).to(tl.int32)
+                first_equal = (equal > 0) & (tl.cumsum(equal, axis=0) <= equals)
+                take = inside & ((here > key) | first_equal)
+                place = taken + tl.cumsum(take.to(tl.int32), axis=0) - 1
+                at = m.to(tl.int64) * cfg.LIMIT + place
+                tl.store(candidates + at, v, mask=take)
+                taken += tl.sum(take.to(tl.int32), axis=0)
+                equals -= tl.sum(equal, axis=0)
 
 
 @triton.jit

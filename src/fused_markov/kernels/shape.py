@@ -50,34 +50,33 @@ def _parameters(io, slot, cfg: tl.constexpr):
 
 @triton.jit
 def _top_of(io, row, cfg: tl.constexpr):
-    top = tl.full([], float("-inf"), tl.float32)
+    top = tl.full([LANES], float("-inf"), tl.float32)
     for first in range(0, io.vocab, LANES):
         _v, _inside, x = row_block(io, row, first, False, cfg)
-        top = tl.maximum(top, tl.max(x, axis=0))
-    return top
+        top = tl.maximum(top, x)
+    return tl.max(top, axis=0)
 
 
 @triton.jit
 def _least_of_weight(io, row, top, temp, min_weight, cfg: tl.constexpr):
     """The least key of the tokens of at least a weight."""
-    least = tl.full([], 0xFFFFFFFF, tl.uint32)
+    least = tl.full([LANES], 0xFFFFFFFF, tl.int64)
     for first in range(0, io.vocab, LANES):
         _v, inside, x = row_block(io, row, first, False, cfg)
         key = order_key(x, cfg.CACHE_SHIFT).to(tl.int64)
         enough = inside & (weights(x, top, temp) >= min_weight)
-        here = tl.min(tl.where(enough, key, 0xFFFFFFFF), axis=0)
-        least = tl.minimum(least.to(tl.int64), here).to(tl.uint32)
-    return least
+        least = tl.minimum(least, tl.where(enough, key, 0xFFFFFFFF))
+    return tl.min(least, axis=0).to(tl.uint32)
 
 
 @triton.jit
 def _mass_from(io, row, top, temp, least, cfg: tl.constexpr):
-    mass = tl.full([], 0, tl.int64)
+    mass = tl.full([LANES], 0, tl.int64)
     for first in range(0, io.vocab, LANES):
         _v, inside, x = row_block(io, row, first, False, cfg)
         kept = inside & (order_key(x, cfg.CACHE_SHIFT) >= least)
-        mass += tl.sum(tl.where(kept, weights(x, top, temp), 0), axis=0)
-    return mass
+        mass += tl.where(kept, weights(x, top, temp), 0)
+    return tl.sum(mass, axis=0)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Threshold: the largest key such that the tokens not below it have a wanted count or mass.
 
-Found two bits at a time, by one read of the row each. Sums are of integers, in any order.
+Found two bits at a time, by one read of the row each. Sums are of integers, in any order: a lane
+keeps its own, and they meet once a read.
 """
 
 import triton
@@ -10,7 +11,7 @@ from fused_markov.kernels.bans import without_banned
 from fused_markov.kernels.rows import as_scalar, target_id
 from fused_markov.shaping import COEFFICIENTS, FRACTION, LOG2E, MOST_HALVINGS
 
-LANES = tl.constexpr(1024)
+LANES = tl.constexpr(2048)
 SIGN = tl.constexpr(-(1 << 31))
 PER_UNIT = tl.constexpr(LOG2E)
 MOST = tl.constexpr(MOST_HALVINGS)
@@ -106,21 +107,28 @@ def threshold(
 ):
     """The largest key not below which at least ``wanted`` is."""
     LEVELS: tl.constexpr = (33 - SHIFT) // 2
-    j = tl.arange(0, 4)
     found = tl.full([], 0, tl.uint32)
     for level in range(0, LEVELS):
         up = (2 * (LEVELS - 1 - as_scalar(level))).to(tl.uint32)
-        cuts = found + (j.to(tl.uint32) << up)
-        sums = tl.zeros([4], tl.int64)
+        step = tl.full([], 1, tl.uint32) << up
+        low, mid, high = found + step, found + 2 * step, found + 3 * step
+        sum_type: tl.constexpr = tl.int64 if MASS else tl.int32
+        over_low = tl.zeros([LANES], sum_type)
+        over_mid = tl.zeros([LANES], sum_type)
+        over_high = tl.zeros([LANES], sum_type)
         for first in range(0, io.vocab, LANES):
             _v, inside, x = row_block(io, row, first, FROM_BASE, cfg)
             key = order_key(x, SHIFT)
             if MASS:
                 one = weights(x, top, temp)
             else:
-                one = tl.full([LANES], 1, tl.int64)
+                one = tl.full([LANES], 1, tl.int32)
             one = tl.where(inside & (key >= least), one, 0)
-            sums += tl.sum(tl.where(key[None, :] >= cuts[:, None], one[None, :], 0), axis=1)
-        met = tl.sum((sums >= wanted).to(tl.int32), axis=0)
-        found += (met - 1).to(tl.uint32) << up
+            over_low += tl.where(key >= low, one, 0)
+            over_mid += tl.where(key >= mid, one, 0)
+            over_high += tl.where(key >= high, one, 0)
+        met = (tl.sum(over_low, axis=0) >= wanted).to(tl.uint32)
+        met += (tl.sum(over_mid, axis=0) >= wanted).to(tl.uint32)
+        met += (tl.sum(over_high, axis=0) >= wanted).to(tl.uint32)
+        found += met << up
     return found
