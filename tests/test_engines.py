@@ -1,11 +1,13 @@
-"""Every engine that can run here against the reference: tokens, cache bits and flags.
+"""Every engine against the reference: tokens, cache bits and flags.
 
-One file for all engines: a new one in `engine_types` is tested by being there.
+One file for all engines: a new one in `engine_types` is tested by being there. Those for a GPU are
+skipped without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,24 +21,37 @@ from fused_markov import ArgumentError, DraftBatch, DraftSampler, MarkovHead, re
 from fused_markov.engines import Plan, engine_types
 from fused_markov.problems import Problem, make_problem
 
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = {"cpu": "cpu", "reference": "cpu"}  # the others run on a GPU
 BITS = {2: torch.int16, 4: torch.int32}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def device_of(engine: str) -> str:
-    return DEVICES.get(engine, "cuda")
+    return "cpu" if INTERPRETING else DEVICES.get(engine, "cuda")
 
 
 def usable(engine: str) -> bool:
-    device = device_of(engine)
-    if device == "cuda" and not torch.cuda.is_available():
-        return False
-    head = make_problem(1, 1, 64, 16, device=device).head
+    head = make_problem(1, 1, 64, 16, dtype=torch.float32, device=device_of(engine)).head
     return engine_types()[engine].why_not(head, Plan(1, 1, torch.float32)) is None
 
 
-ENGINES = [name for name in engine_types() if name != "reference" and usable(name)]
+def as_parameters(engines: Sequence[str]) -> list[Any]:
+    """What a test is run with: in the interpreter's process the kernels' engines, else all.
+
+    What a GPU would run is collected everywhere, so that its tests have the same names everywhere.
+    """
+    if INTERPRETING:
+        return [name for name in engines if name not in DEVICES]
+    parameters: list[Any] = [name for name in engines if name in DEVICES]
+    for name in engines:
+        on_gpu = name not in DEVICES
+        if on_gpu and (not torch.cuda.is_available() or usable(name)):
+            parameters.append(pytest.param(name, marks=pytest.mark.gpu))
+    return parameters
+
+
+ENGINES = as_parameters([name for name in engine_types() if name != "reference"])
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
