@@ -735,12 +735,15 @@ def test_case_52_vocabulary_sizes(engine: str, vocab: int, temperature: float | 
 
 
 def test_case_54_packed_weights_are_refused() -> None:
+    """Without their scales."""
     w1, packed = torch.zeros(64, RANK), torch.zeros(64, RANK // 2, dtype=torch.uint8)
-    with pytest.raises(ArgumentError, match=r"w2.*fp32, bf16 or fp16.*fp8 e4m3.*uint8.*dequantize"):
+    supported = r"w2.*fp32, bf16 or fp16.*fp8 e4m3.*int8.*NVFP4.*uint8 without w2_scale"
+    with pytest.raises(ArgumentError, match=supported):
         MarkovHead(w1, packed)
-    with pytest.raises(ArgumentError, match=r"w2.*fp8 e4m3.*uint8"):
-        MarkovHead(w1, packed, w2_scale=torch.ones(64))
-    with pytest.raises(ArgumentError, match=r"w1.*fp32, bf16 or fp16.*uint8"):
+    scales = torch.ones(64, RANK // 16).to(torch.float8_e4m3fn)
+    with pytest.raises(ArgumentError, match=r"w2.*NVFP4.*uint8 without w2_global_scale"):
+        MarkovHead(w1, packed, w2_scale=scales)
+    with pytest.raises(ArgumentError, match=r"w1.*fp32, bf16 or fp16.*uint8.*dequantize"):
         MarkovHead(packed, packed)
 
 

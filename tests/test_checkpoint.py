@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 import fused_markov as fm
 from fused_markov import checkpoint_files
 from fused_markov.checkpoint import load_confidence_head, load_markov_head
+from fused_markov.quantize import quantize
 
 V, R, HIDDEN = 40, 8, 16
 W1, W2 = torch.randn(V, R).bfloat16(), torch.randn(V, R).bfloat16()
@@ -147,13 +149,78 @@ def test_padded_rows_dtype_and_gemma_cap(tmp_path: Path) -> None:
     assert load_markov_head(write(tmp_path / "g", {w1: W1, w2: W2}, config)).soft_cap == 30.0
 
 
-def test_fp8_with_row_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["weight_scale", "weight_scale_inv", "scale"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_codes_with_row_scales(tmp_path: Path, field: str, dtype: torch.dtype) -> None:
+    """They stay as stored; ``dtype`` is of the others."""
     w1, w2 = NAMES["deepspec"]
     scales = torch.rand(V, 1) + 0.5
-    w2_fp8 = W2.to(torch.float8_e4m3fn)
-    tensors = {w1: W1, w2: w2_fp8, w2.replace("weight", "weight_scale"): scales}
+    codes = W2.to(dtype)
+    write(tmp_path, {w1: W1, w2: codes, w2.replace("weight", field): scales})
+    head = load_markov_head(tmp_path, dtype=torch.float32)
+    assert head.w2.dtype == dtype
+    assert head.dtype == torch.float32
+    assert torch.equal(head.weights.dequantized(slice(0, V)), codes.float() * scales)
+
+
+def test_fp8_with_one_scale_and_an_input_scale(tmp_path: Path) -> None:
+    """ModelOpt's fp8; activations are not quantized here."""
+    w1, w2 = NAMES["deepspec"]
+    tensors = {w1: W1, w2: W2.to(torch.float8_e4m3fn), "other.input_scale": torch.ones(())}
+    tensors |= {w2.replace("weight", "weight_scale"): torch.tensor(0.25)}
+    tensors |= {w2.replace("weight", "input_scale"): torch.tensor(3.0)}
     head = load_markov_head(write(tmp_path, tensors))
-    assert torch.equal(head.w2, (w2_fp8.float() * scales).bfloat16())
+    want = W2.to(torch.float8_e4m3fn).float() / 4
+    assert torch.equal(head.weights.dequantized(slice(0, V)), want)
+
+
+@pytest.mark.parametrize("sizes", [None, [16, 32]], ids=["128 x 128", "as config.json says"])
+def test_fp8_in_blocks(tmp_path: Path, sizes: list[int] | None) -> None:
+    w1, w2 = NAMES["deepseek_v4"]
+    rows, rank = (256, 256) if sizes is None else (40, 64)
+    wide, block = torch.randn(rows, rank), sizes or [128, 128]
+    scales = torch.rand(-(-rows // block[0]), -(-rank // block[1]))
+    codes = wide.to(torch.float8_e4m3fn)
+    tensors = {w1: wide.bfloat16(), w2: codes, w2.replace("weight", "weight_scale_inv"): scales}
+    config = {} if sizes is None else {"quantization_config": {"weight_block_size": sizes}}
+    head = load_markov_head(write(tmp_path, tensors, config))
+    spread = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)
+    assert head.weights.block == tuple(block)
+    assert torch.equal(head.weights.dequantized(slice(0, rows)), codes.float() * spread)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_nvfp4(tmp_path: Path, layout: str) -> None:
+    w1, w2 = NAMES["prefixed"]
+    stored = quantize(torch.randn(V, 32), "nvfp4")
+    assert stored.scale is not None
+    assert stored.groups is not None
+    tensors = {
+        w1: torch.randn(V, 32).bfloat16(),
+        w2.replace("weight", "weight_scale"): stored.groups,
+    }
+    if layout == "modelopt":
+        tensors |= {w2: stored.data, w2.replace("weight", "weight_scale_2"): stored.scale[0, 0]}
+    else:
+        divisor = torch.tensor([1024.0])
+        tensors |= {w2.replace("weight", "weight_packed"): stored.data}
+        tensors |= {w2.replace("weight", "weight_global_scale"): divisor}
+        stored = dataclasses.replace(stored, scale=torch.full((1, 1), 2.0**-10))
+    head = load_markov_head(write(tmp_path, tensors, {"vocab_size": V, "markov_rank": 32}))
+    assert head.weights.format == "nvfp4"
+    rows = slice(0, V)
+    assert torch.equal(head.weights.dequantized(rows), stored.dequantized(rows))
+
+
+def test_nvfp4_without_its_scale_on_top(tmp_path: Path) -> None:
+    w1, w2 = NAMES["deepspec"]
+    groups = torch.ones(V, 1).to(torch.float8_e4m3fn)
+    tensors = {w1: torch.zeros(V, 16), w2: torch.zeros(V, 16, dtype=torch.uint8)}
+    tensors |= {w2.replace("weight", "weight_scale"): groups}
+    with pytest.raises(
+        fm.CheckpointError, match=r"markov_w2\.weight.*uint8 without w2_global_scale"
+    ):
+        load_markov_head(write(tmp_path, tensors))
 
 
 def test_confidence_head(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from fused_markov.errors import (
     FusedMarkovError,
 )
 from fused_markov.head import MarkovHead
+from fused_markov.quantize import quantize_head
 from fused_markov.sampler import DraftSampler
 from fused_markov.transforms import LogitTransform
 from fused_markov.variants import GatedVariant, RnnVariant
@@ -29,5 +30,6 @@ __all__ = [
     "LogitTransform",
     "MarkovHead",
     "RnnVariant",
+    "quantize_head",
     "reference",
 ]

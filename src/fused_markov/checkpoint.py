@@ -8,6 +8,11 @@ Three published layouts are read, each as a file, a directory or a sharded direc
 - DeepSeek-V4: the same names under ``mtp.N.``, within the target's own checkpoint.
 - DeepSeek-V4.1: ``mtp.N.markov_head.embed.weight`` and ``mtp.N.markov_head.head.weight``.
 
+W2 may be in fewer bits; it stays so. fp8 and int8 have ``weight_scale``, ``weight_scale_inv`` or
+``scale`` beside ``weight``, of the whole, of rows or of blocks; NVFP4 has ``weight`` (uint8),
+``weight_scale`` and ``weight_scale_2`` (ModelOpt), or ``weight_packed``, ``weight_scale`` and
+``weight_global_scale``, by which values are divided (compressed-tensors).
+
 Beside W1 and W2, a gated head has ``markov_head.gate_proj`` and an rnn head
 ``markov_head.joint_proj``, each with weight and bias.
 
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +35,22 @@ from fused_markov.errors import ArgumentError, CheckpointError
 from fused_markov.head import MarkovHead
 from fused_markov.successors import load_successors
 from fused_markov.variants import GatedVariant, RnnVariant, Variant
+from fused_markov.weights import PLAIN_DTYPES, stored_weights
 
 _FACTOR = re.compile(
     r"(?P<prefix>(?:.*\.)?)markov_head\.(?P<factor>markov_w1|markov_w2|embed|head)\."
-    r"(?P<field>weight|weight_scale|scale)"
+    r"(?P<field>weight|weight_packed|weight_scale|weight_scale_inv|scale|weight_scale_2"
+    r"|weight_global_scale)"
 )
+_FIELDS = {
+    "weight": "",
+    "weight_packed": "",
+    "weight_scale": "_scale",
+    "weight_scale_inv": "_scale",
+    "scale": "_scale",
+    "weight_scale_2": "_global_scale",
+    "weight_global_scale": "_divisor",
+}
 _LAYERS = {"gated": "gate_proj", "rnn": "joint_proj"}
 _FACTOR_NAMES = {"markov_w1": "w1", "embed": "w1", "markov_w2": "w2", "head": "w2"}
 _CONFIDENCE = re.compile(r"(?P<prefix>(?:.*\.)?)confidence_head\.proj\.(?P<field>weight|bias)")
@@ -60,7 +77,7 @@ def load_markov_head(
     Args:
         path: a ``.safetensors`` file, or a directory of them, sharded or not.
         device: where the head shall live; ``None``: the CPU.
-        dtype: what to convert the weights to; ``None``: as stored.
+        dtype: what to convert the weights to, but for a w2 in fewer bits; ``None``: as stored.
         confidence: also read the confidence head, where there is one, to be computed with every
             draft; such a head asks for hidden states.
 
@@ -84,31 +101,58 @@ def load_markov_head(
             names["w2"], f"{draft_vocab} rows (draft_vocab_size)", f"shape {shapes['w2']}"
         )
     d2t = _offsets(store, draft_vocab) if draft_vocab < vocab else None
-    w2_scale = store.tensor(names["w2_scale"]) if "w2_scale" in names else None
 
     def load(key: str) -> Tensor:
         w = store.tensor(names[key])
-        # An fp8 w2 stays as it is for MarkovHead to apply its row scales.
-        wanted = None if key == "w2" and w2_scale is not None else dtype
+        wanted = dtype if w.dtype in PLAIN_DTYPES else None
         return w.to(device=device, dtype=wanted).contiguous()
 
     try:
+        w2, scales = load("w2"), _scales(store, names, device)
         return MarkovHead(
             load("w1"),
-            load("w2"),
+            stored_weights(w2, **scales) if scales else w2,
             d2t=d2t,
             successors=load_successors(path),
             scale=config.real("logit_scale", 1.0),
             soft_cap=config.soft_cap(),
             vocab_size=vocab,
-            w2_scale=None if w2_scale is None else w2_scale.to(device),
             variant=_variant(store, names["w1"], device, dtype),
             confidence=load_confidence_head(path, device=device) if confidence else None,
         )
     except ArgumentError as e:
         names["id_map"] = names["d2t"] = store.find(_ID_MAP_NAMES) or e.argument
         name = names.get(e.argument, e.argument)
-        raise store.error(name, e.expected, e.got) from e
+        raise store.error(name, e.expected, e.got + (f"; {e.remedy}" if e.remedy else "")) from e
+
+
+def _scales(
+    store: Store, names: dict[str, str], device: torch.device | str | None
+) -> dict[str, Any]:
+    """The arguments of `stored_weights` beside w2 itself."""
+    found: dict[str, Any] = {}
+    if "w2_scale" in names:
+        found["scale"] = store.tensor(names["w2_scale"]).to(device)
+    if "w2_global_scale" in names:
+        found["global_scale"] = store.tensor(names["w2_global_scale"]).to(device)
+    elif "w2_divisor" in names:
+        found["global_scale"] = 1.0 / store.tensor(names["w2_divisor"]).float().to(device)
+    elif "scale" in found:
+        found["block"] = _block(store, found["scale"])
+    return found
+
+
+def _block(store: Store, scale: Tensor) -> tuple[int, int] | None:
+    """Block sizes that config.json names, where the scales are of blocks."""
+    config = store.config.get("quantization_config")
+    sizes = config.get("weight_block_size") if isinstance(config, dict) else None
+    if sizes is None or scale.dim() != 2 or 1 in scale.shape:
+        return None
+    if not isinstance(sizes, list) or [type(n) for n in sizes] != [int, int] or min(sizes) < 1:
+        raise CheckpointError(
+            f"{store.config.path}: weight_block_size: expected two whole numbers, got {sizes!r}"
+        )
+    return sizes[0], sizes[1]
 
 
 def load_confidence_head(
@@ -178,11 +222,11 @@ def _variant(
 
 
 def _factor_names(store: Store) -> dict[str, str]:
-    """Tensor names of w1, w2 and, where there are any, row scales ``w2_scale``."""
+    """Tensor names of w1, w2 and, where there are any, its scales ``w2_scale`` and on top."""
     by_prefix: dict[str, dict[str, str]] = {}
     for name in store.names:
         if m := _FACTOR.fullmatch(name):
-            key = _FACTOR_NAMES[m["factor"]] + ("" if m["field"] == "weight" else "_scale")
+            key = _FACTOR_NAMES[m["factor"]] + _FIELDS[m["field"]]
             by_prefix.setdefault(m["prefix"], {})[key] = name
     if not by_prefix:
         near = [n for n in store.names if "markov" in n][:6]
@@ -214,7 +258,8 @@ def _check_shapes(store: Store, names: dict[str, str], shapes: dict[str, list[in
     rank = store.config.number("markov_rank") or store.config.number("dspark_markov_rank")
     if rank is not None and shapes["w1"][1] != rank:
         raise store.error(names["w1"], f"rank {rank} (config.json)", f"shape {shapes['w1']}")
-    if shapes["w2"][1] != shapes["w1"][1]:
+    packed = 2 if "w2_global_scale" in names or "w2_divisor" in names else 1
+    if shapes["w2"][1] * packed != shapes["w1"][1]:
         expected = f"rank {shapes['w1'][1]} as {names['w1']}"
         raise store.error(names["w2"], expected, f"shape {shapes['w2']}")
 

@@ -10,8 +10,7 @@ from fused_markov.confidence import ConfidenceHead
 from fused_markov.errors import ArgumentError
 from fused_markov.transforms import LogitTransform
 from fused_markov.variants import Variant
-
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from fused_markov.weights import PLAIN_DTYPES, StoredWeights, check_values, stored_weights
 
 # On the CPU every bias product has one shape, [CPU_CANDIDATES, r] x [r, CPU_ROWS]: the libraries
 # behind it choose their code, and with it the order of the sum, by the shape of the whole product.
@@ -32,8 +31,10 @@ class MarkovHead:
         w1: ``[w1_rows, r]`` embedding of the previous token, by target id; fp32, bf16 or fp16,
             contiguous. Rows past the target vocabulary are padding.
         w2: ``[w2_rows, r]`` bias projection, one row a candidate; same dtype and device as ``w1``,
-            contiguous. Or fp8 e4m3 together with ``w2_scale``; it is then dequantized once, here,
-            into ``w1``'s dtype.
+            contiguous. Or in fewer bits: fp8 e4m3 or int8 ``[w2_rows, r]``, or NVFP4, uint8
+            ``[w2_rows, r / 2]``, with the scales below; engines dequantize what they are about to
+            multiply, and no full copy is made. Or `fused_markov.weights.StoredWeights`, which is
+            all of that in one.
         id_map: ``[draft_vocab]`` distinct target ids of the candidates, for a reduced draft
             vocabulary. ``None``: candidate ``i`` is target id ``i``.
         d2t: the same map as checkpoints hold it, as offsets: target id = row + ``d2t[row]``.
@@ -45,7 +46,12 @@ class MarkovHead:
         successors: ``[vocab_size, L]`` int32 rows of w2 with the largest bias after each token, as
             `fused_markov.successors.find_successors` gives them; ``None``: not known. They make
             better guesses where the bias is strong, and decide nothing else.
-        w2_scale: ``[w2_rows]`` or ``[w2_rows, 1]`` fp32 row scales of an fp8 ``w2``.
+        w2_scale: fp8, int8: a scale a row, ``[w2_rows]`` or ``[w2_rows, 1]``; one for all; or
+            ``[ceil(w2_rows / rows), ceil(r / part)]`` of blocks. NVFP4: e4m3 ``[w2_rows, r / 16]``
+            in plain order (`fused_markov.weights.unswizzled_scales` makes it of CUTLASS's).
+        w2_block: rows and part of the rank that a scale is for; ``None``: as the scales' shape
+            says, blocks being 128 x 128.
+        w2_global_scale: NVFP4's one fp32 scale on top; it multiplies.
         variant: a `fused_markov.GatedVariant` or `fused_markov.RnnVariant`, in ``w1``'s dtype;
             ``None``: the vanilla head. See docs/heads.md.
         confidence: a `fused_markov.ConfidenceHead` to be computed with every draft; or ``None``.
@@ -54,6 +60,7 @@ class MarkovHead:
     Attributes:
         vocab_size: the target vocabulary V_t: previous tokens and drafted ids lie in ``[0, V_t)``.
         draft_vocab: number of candidates V: ``w2[:V]`` and ``base_logits[..., :V]`` are used.
+        weights: W2 as it is stored, and ``w2`` its codes or numbers.
         id_map: int64 ``[V]`` on the head's device, or ``None``.
         lowest_id: the lowest target id of a candidate: the token where nothing is above -inf.
         ascending: whether the target ids rise with the candidates.
@@ -66,7 +73,7 @@ class MarkovHead:
     def __init__(
         self,
         w1: Tensor,
-        w2: Tensor,
+        w2: Tensor | StoredWeights,
         *,
         id_map: Tensor | None = None,
         d2t: Tensor | None = None,
@@ -78,9 +85,15 @@ class MarkovHead:
         variant: Variant | None = None,
         confidence: ConfidenceHead | None = None,
         logit_transform: LogitTransform | None = None,
+        w2_block: tuple[int, int] | None = None,
+        w2_global_scale: Tensor | float | None = None,
     ) -> None:
-        w2 = _dequantized(w1, w2, w2_scale)
-        _check_weights(w1, w2)
+        _check_w1(w1)
+        if isinstance(w2, Tensor):
+            w2 = stored_weights(w2, w2_scale, w2_block, w2_global_scale)
+        elif (w2_scale, w2_block, w2_global_scale) != (None, None, None):
+            raise ArgumentError("w2_scale", "None beside StoredWeights, which has them", "another")
+        _check_fit(w1, w2)
         if soft_cap is not None and not soft_cap > 0:
             raise ArgumentError("soft_cap", "a number above 0 or None", repr(soft_cap))
         if vocab_size is None:
@@ -89,18 +102,18 @@ class MarkovHead:
             raise ArgumentError(
                 "vocab_size", f"1 to {w1.shape[0]} (the rows of w1)", str(vocab_size)
             )
-        self.w1, self.w2 = w1.detach(), w2.detach()
+        self.w1, self.weights, self.w2 = w1.detach(), w2, w2.data
         self.scale, self.soft_cap = float(scale), soft_cap
         self.logit_transform = logit_transform
         self.vocab_size = vocab_size
-        self.id_map = _target_ids(id_map, d2t, w2, vocab_size)
+        self.id_map = _target_ids(id_map, d2t, w2.data, vocab_size)
         if self.id_map is not None:
             self.draft_vocab = self.id_map.shape[0]
-        elif w2.shape[0] < vocab_size:
+        elif w2.rows < vocab_size:
             raise ArgumentError(
                 "w2",
                 f"at least {vocab_size} rows (the target vocabulary) where there is no id map",
-                f"{w2.shape[0]} rows",
+                f"{w2.rows} rows",
                 "give id_map (target ids) or d2t (offsets) for a reduced draft vocabulary, "
                 "or vocab_size if w1 is padded",
             )
@@ -109,7 +122,8 @@ class MarkovHead:
         ids = self.id_map
         self.lowest_id = 0 if ids is None else int(ids.min())
         self.ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
-        self._multiplied = _cpu_multiplies(w2.dtype)
+        check_values(w2, self.draft_vocab)
+        self._multiplied = not w2.quantized and _cpu_multiplies(w2.data.dtype)
         self.successors = _checked_successors(successors, self)
         self.variant, self.confidence = variant, confidence
         self.hidden_size = _hidden_size(self)
@@ -124,20 +138,43 @@ class MarkovHead:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.w2.dtype
+        """Of w1 and of the bias, whatever w2 is stored in."""
+        return self.w1.dtype
+
+    def with_weights(self, w1: Tensor, w2: Tensor | StoredWeights) -> MarkovHead:
+        """A head that differs in its weights alone: other memory, or another format."""
+
+        def near(x: Tensor | None) -> Tensor | None:
+            return x if x is None else x.to(w1.device)
+
+        return MarkovHead(
+            w1,
+            w2,
+            id_map=near(self.id_map),
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            vocab_size=self.vocab_size,
+            successors=near(self.successors),
+            variant=self.variant,
+            confidence=self.confidence,
+            logit_transform=self.logit_transform,
+        )
 
     def bias(self, prev: Tensor) -> Tensor:
         """`bias_of` the embeddings of previous tokens ``prev`` ``[M]``: a vanilla head's bias."""
         return self.bias_of(self.w1[prev])
 
     def bias_of(self, embed: Tensor) -> Tensor:
-        """The bias rows ``[M, V]``, in w2's dtype, of ``embed`` ``[M, r]``.
+        """The bias rows ``[M, V]``, in w1's dtype, of ``embed`` ``[M, r]``.
 
         An fp32 sum rounded once, then capped and scaled with vLLM's roundings. On the CPU a row's
         bits do not depend on its company or its place.
         """
-        if embed.device.type != "cpu":
+        if embed.device.type != "cpu" and not self.weights.quantized:
             return self.transform(F.linear(embed, self.w2[: self.draft_vocab]))
+        if embed.device.type != "cpu":
+            parts = [self.weights.products(slice(*b), [embed.float().T]) for b in self.cpu_blocks()]
+            return self.transform(torch.cat([part for (part,) in parts]).T.to(self.dtype))
         bias = embed.new_empty(embed.shape[0], self.draft_vocab)
         tiles = self.cpu_tiles(embed)
         for low, high in self.cpu_blocks():
@@ -158,17 +195,20 @@ class MarkovHead:
     def cpu_bias_block(self, tiles: list[Tensor], low: int, high: int, out: Tensor) -> None:
         """Write columns ``low:high`` (one of `cpu_blocks`) of the bias rows of `cpu_tiles`.
 
-        ``out`` ``[M, high-low]`` is of w2's dtype.
+        ``out`` ``[M, high-low]`` is of w1's dtype.
         """
         size = high - low if self._multiplied else CPU_WIDENED
         outs = torch.split(out, CPU_ROWS)
         for first in range(low, high, size):
-            w2 = self.w2[first : min(first + size, high)]
-            w2 = w2 if self._multiplied else w2.float()
-            for tile, rows in zip(tiles, outs, strict=True):
-                # W2 on the left: the libraries then read it in half the time.
-                bias = torch.mm(w2, tile).T[: rows.shape[0]].to(self.dtype)
-                rows[:, first - low : first - low + w2.shape[0]] = self.transform(bias)
+            end = min(first + size, high)
+            # W2 on the left: the libraries then read it in half the time.
+            if self._multiplied:
+                products = [torch.mm(self.w2[first:end], tile) for tile in tiles]
+            else:
+                products = self.weights.products(slice(first, end), tiles)
+            for product, rows in zip(products, outs, strict=True):
+                bias = product.T[: rows.shape[0]].to(self.dtype)
+                rows[:, first - low : end - low] = self.transform(bias)
 
     def transform(self, bias: Tensor) -> Tensor:
         """Soft cap, then scale, each operation rounded to ``bias``'s dtype (LogitsProcessor)."""
@@ -188,9 +228,10 @@ class MarkovHead:
         mapped = "" if self.id_map is None else ", reduced"
         mapped += "" if self.variant is None else f", {self.variant.kind}"
         mapped += "" if self.confidence is None else ", with confidence"
+        stored = f", w2 in {self.weights.format}" if self.weights.quantized else ""
         return (
             f"MarkovHead(vocab_size={self.vocab_size}, draft_vocab={self.draft_vocab}{mapped}, "
-            f"rank={self.rank}, dtype={self.dtype}, device={self.device})"
+            f"rank={self.rank}, dtype={self.dtype}{stored}, device={self.device})"
         )
 
 
@@ -205,44 +246,28 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def _dequantized(w1: Tensor, w2: Tensor, w2_scale: Tensor | None) -> Tensor:
-    fp8 = w2.dtype == torch.float8_e4m3fn
-    if fp8 != (w2_scale is not None):
+def _check_w1(w1: Tensor) -> None:
+    if w1.dtype not in PLAIN_DTYPES:
         raise ArgumentError(
-            "w2_scale" if fp8 else "w2",
-            "row scales [w2_rows] beside fp8 e4m3 weights"
-            if fp8
-            else "fp8 e4m3 weights where w2_scale is given",
-            "None" if fp8 else str(w2.dtype),
+            "w1", "fp32, bf16 or fp16", str(w1.dtype), "dequantize it: its rows are looked up"
         )
-    if w2_scale is None:
-        return w2
-    if w2_scale.numel() != w2.shape[0] or w2_scale.shape[0] != w2.shape[0]:
-        raise ArgumentError("w2_scale", f"shape [{w2.shape[0]}]", str(list(w2_scale.shape)))
-    return (w2.float() * w2_scale.float().reshape(-1, 1)).to(w1.dtype)
+    if w1.dim() != 2 or 0 in w1.shape:
+        raise ArgumentError("w1", "two dimensions [rows, rank], none empty", str(list(w1.shape)))
+    if not w1.is_contiguous():
+        raise ArgumentError(
+            "w1", "contiguous rows", f"strides {w1.stride()}", "call .contiguous() once at load"
+        )
 
 
-def _check_weights(w1: Tensor, w2: Tensor) -> None:
-    for name, w in (("w1", w1), ("w2", w2)):
-        if w.dtype not in WEIGHT_DTYPES:
-            raise ArgumentError(
-                name,
-                "fp32, bf16 or fp16 (w2 also fp8 e4m3 with w2_scale)",
-                str(w.dtype),
-                "dequantize packed weights first",
-            )
-        if w.dim() != 2 or 0 in w.shape:
-            raise ArgumentError(name, "two dimensions [rows, rank], none empty", str(list(w.shape)))
-        if not w.is_contiguous():
-            raise ArgumentError(
-                name, "contiguous rows", f"strides {w.stride()}", "call .contiguous() once at load"
-            )
-    if w1.shape[1] != w2.shape[1]:
-        raise ArgumentError("w2", f"rank {w1.shape[1]} as w1", f"rank {w2.shape[1]}")
-    if w1.dtype != w2.dtype:
-        raise ArgumentError("w2", f"w1's dtype {w1.dtype}", str(w2.dtype), "convert one of them")
-    if w1.device != w2.device:
-        raise ArgumentError("w2", f"w1's device {w1.device}", str(w2.device))
+def _check_fit(w1: Tensor, w2: StoredWeights) -> None:
+    if w1.shape[1] != w2.rank:
+        raise ArgumentError("w2", f"rank {w1.shape[1]} as w1", f"rank {w2.rank}")
+    if not w2.quantized and w1.dtype != w2.data.dtype:
+        expected = f"w1's dtype {w1.dtype}"
+        raise ArgumentError("w2", expected, str(w2.data.dtype), "convert one of them")
+    for tensor in w2.tensors():
+        if tensor.device != w1.device:
+            raise ArgumentError("w2", f"w1's device {w1.device}", str(tensor.device))
 
 
 def _hidden_size(head: MarkovHead) -> int | None:

@@ -59,7 +59,8 @@ def gathered_logits(head: MarkovHead, base: Tensor, prev: Tensor, index: Tensor)
     ``base`` ``[n, v]``. The fp32 bias, scaled, is added in fp32 and the sum rounded once, as in a
     product that accumulates onto the base (``baddbmm``).
     """
-    bias = (head.w2[index].float() * head.w1[prev].float().unsqueeze(1)).sum(dim=2)
+    w2 = head.weights.dequantized(index.flatten()).view(*index.shape, -1)
+    bias = (w2 * head.w1[prev].float().unsqueeze(1)).sum(dim=2)
     bias = bias * head.scale if head.scale != 1.0 else bias
     dtype = torch.promote_types(base.dtype, head.dtype)
     return (base.gather(1, index).float() + bias).to(dtype)

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,9 @@ def sample(
     fp64: bool = False,
     noise_stream: str = STREAM,
     cache_convention: str = "logits",
+    w2_scale: Tensor | None = None,
+    w2_global_scale: Tensor | None = None,
+    w2_block: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draft S tokens a row; the arguments are `MarkovHead`'s and `DraftBatch`'s.
 
@@ -71,6 +75,8 @@ def sample(
         vocab_size, scale, soft_cap: as in `MarkovHead`.
         fp64: fp64 instead of fp32 noise.
         noise_stream, cache_convention: as in `DraftSampler`.
+        w2_scale, w2_global_scale, w2_block: of a w2 in fewer bits, as in `MarkovHead`; the block
+            as two numbers. Of their contents too the first call decides.
 
     Returns:
         tokens int64 ``[R, S]``, nonfinite bool ``[R, S]``, passes over ``w2`` int64 ``[]``.
@@ -82,9 +88,11 @@ def sample(
         ArgumentError: where the inputs do not fit together.
         FusedMarkovError: where a CUDA graph is being captured and there is no sampler yet.
     """
-    head_args = (vocab_size, scale, soft_cap)
+    weights = _Weights(w1, w2, id_map, w2_scale, w2_global_scale)
+    block = None if w2_block is None else tuple(w2_block)
+    head_args = (vocab_size, scale, soft_cap, block)
     names = (noise_stream, cache_convention)
-    sampler = _sampler_for(w1, w2, id_map, head_args, base_logits.shape[:2], fp64, names)
+    sampler = _sampler_for(weights, head_args, base_logits.shape[:2], fp64, names)
     batch = DraftBatch(base_logits, anchors, positions, temperature, seeds, slots)
     result = sampler.sample(batch, logits_cache)
     # An operator's results must be its own: these two are the sampler's scratch.
@@ -109,6 +117,9 @@ def _fake(
     fp64: bool = False,
     noise_stream: str = STREAM,
     cache_convention: str = "logits",
+    w2_scale: Tensor | None = None,
+    w2_global_scale: Tensor | None = None,
+    w2_block: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = base_logits.shape[:2]
     return (
@@ -118,11 +129,19 @@ def _fake(
     )
 
 
+class _Weights(NamedTuple):
+    """A head's tensors, as the operator is given them."""
+
+    w1: Tensor
+    w2: Tensor
+    id_map: Tensor | None
+    w2_scale: Tensor | None
+    w2_global_scale: Tensor | None
+
+
 def _sampler_for(
-    w1: Tensor,
-    w2: Tensor,
-    id_map: Tensor | None,
-    head_args: tuple[int | None, float, float | None],
+    weights: _Weights,
+    head_args: tuple[Any, ...],
     shape: torch.Size,
     fp64: bool,
     names: tuple[str, str],
@@ -130,20 +149,23 @@ def _sampler_for(
     """The kept sampler for these weights and up to the next power of two rows, or a new one."""
     rows, steps = shape
     max_rows = max(LEAST_ROWS, 1 << (rows - 1).bit_length() if rows else 0)
-    tensors = (w1, w2) if id_map is None else (w1, w2, id_map)
-    key = (*map(_identity, tensors), head_args, max_rows, steps, fp64, names)
+    key = (*map(_identity, weights), head_args, max_rows, steps, fp64, names)
     with _lock:
         if key in _samplers:
             _samplers.move_to_end(key)
             return _samplers[key].sampler
-        if w1.is_cuda and torch.cuda.is_current_stream_capturing():
+        if weights.w1.is_cuda and torch.cuda.is_current_stream_capturing():
             raise FusedMarkovError(
                 "fused_markov::sample has no sampler for these weights and rows yet, and making "
                 "one allocates: call it once before capturing a CUDA graph"
             )
-        vocab_size, scale, soft_cap = head_args
+        vocab_size, scale, soft_cap, block = head_args
         head = MarkovHead(
-            w1, w2, id_map=id_map, vocab_size=vocab_size, scale=scale, soft_cap=soft_cap
+            **weights._asdict(),
+            vocab_size=vocab_size,
+            scale=scale,
+            soft_cap=soft_cap,
+            w2_block=block,
         )
         noise_dtype = torch.float64 if fp64 else torch.float32
         noise_stream, cache_convention = names
@@ -155,11 +177,13 @@ def _sampler_for(
             noise_stream=noise_stream,
             cache_convention=cache_convention,
         )
-        _samplers[key] = _Kept(sampler, tuple(t.detach() for t in tensors))
+        _samplers[key] = _Kept(sampler, tuple(t.detach() for t in weights if t is not None))
         if len(_samplers) > MAX_SAMPLERS:
             _samplers.popitem(last=False)
         return sampler
 
 
-def _identity(x: Tensor) -> Hashable:
+def _identity(x: Tensor | None) -> Hashable:
+    if x is None:
+        return None
     return x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.device

@@ -55,7 +55,7 @@ def with_heads(
     }
     twin = MarkovHead(
         head.w1,
-        head.w2,
+        head.weights,
         id_map=head.id_map,
         scale=head.scale,
         soft_cap=head.soft_cap,

@@ -12,6 +12,8 @@ from torch import Tensor
 from fused_markov.batch import DraftBatch, logits_dtype
 from fused_markov.errors import ArgumentError
 from fused_markov.head import MarkovHead
+from fused_markov.quantize import BLOCKS, quantize
+from fused_markov.weights import PLAIN, stored_weights
 
 # Outputs start poisoned: whatever an engine forgets to write, or wrongly writes, shows.
 CACHE_POISON = 12345.0
@@ -60,18 +62,10 @@ class Problem:
         """The same problem in memory of its own."""
         head, batch = self.head, self.batch
         copies: dict[str, Any] = {f.name: _copied(getattr(batch, f.name)) for f in fields(batch)}
-        twin = MarkovHead(
-            head.w1.clone(),
-            head.w2.clone(),
-            id_map=_copied(head.id_map),
-            scale=head.scale,
-            soft_cap=head.soft_cap,
-            vocab_size=head.vocab_size,
-            successors=_copied(head.successors),
-            variant=None if head.variant is None else head.variant.clone(),
-            confidence=None if head.confidence is None else head.confidence.clone(),
-            logit_transform=head.logit_transform,
-        )
+        twin = head.with_weights(head.w1.clone(), head.weights.map(torch.clone))
+        twin.id_map, twin.successors = _copied(head.id_map), _copied(head.successors)
+        twin.variant = None if head.variant is None else head.variant.clone()
+        twin.confidence = None if head.confidence is None else head.confidence.clone()
         return replace(self, head=twin, batch=replace(batch, **copies))
 
 
@@ -100,6 +94,7 @@ def make_problem(
     exact_sums: bool = False,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    weights: str = PLAIN,
 ) -> Problem:
     """A random decode step, the same on every device for the same arguments.
 
@@ -121,7 +116,10 @@ def make_problem(
         base_std: standard deviation of the bulk of the base; 0 gives constant logits (all ties).
         exact_sums: weights of 64 steps at most: fp32 sums of 1024 products are exact, so that the
             order of addition, a library's own affair, shows nowhere.
+        weights: how w2 is stored: ``"plain"``, or a format of `fused_markov.quantize_head`; with
+            ``exact_sums`` its scales are powers of two.
     """
+    _choice("weights", weights, (PLAIN, *BLOCKS))
     _choice("slots", slots, SLOTS)
     _choice("strides", strides, STRIDES)
     _choice("cache", cache, CACHES)
@@ -135,7 +133,9 @@ def make_problem(
     id_map = None
     if draft_vocab is not None:
         id_map = torch.randperm(vocab, generator=gen)[:draft_vocab].sort().values.to(device)
-    head = MarkovHead(w1.to(device), w2.to(device), id_map=id_map, scale=scale, soft_cap=soft_cap)
+    stored = stored_weights(w2) if weights == PLAIN else quantize(w2, weights, powers=exact_sums)
+    stored = stored.map(lambda x: x.to(device))
+    head = MarkovHead(w1.to(device), stored, id_map=id_map, scale=scale, soft_cap=soft_cap)
     base = _strided(_base(rows, steps, candidates, base_std, base_dtype, gen), strides, device)
     slot_ids, num_slots = _slots(rows, steps, slots, gen)
     temperatures = seeds = None

@@ -13,8 +13,13 @@ from fused_markov.engines import Engine, Plan, engine_types
 from fused_markov.errors import ArgumentError, EngineUnavailableError
 from fused_markov.head import MarkovHead
 from fused_markov.limited import check_draft_topk
+from fused_markov.traffic import peak_bytes_a_us, traffic
 
 logger = logging.getLogger("fused_markov")
+
+
+def dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 class DraftSampler:
@@ -104,19 +109,7 @@ class DraftSampler:
         Raises:
             ArgumentError: where the inputs do not fit the head, the plan or each other.
         """
-        convention = self.plan.cache_convention
-        check_inputs(self.head, batch, logits_cache, tokens, cache_convention=convention)
-        if batch.steps != self.plan.steps:
-            raise ArgumentError(
-                "base_logits", f"{self.plan.steps} draft steps as planned", f"{batch.steps}"
-            )
-        if batch.rows > self.plan.max_rows:
-            raise ArgumentError(
-                "base_logits",
-                f"at most {self.plan.max_rows} rows as planned",
-                f"{batch.rows}",
-                "build the sampler with a larger max_rows",
-            )
+        self._check(batch, logits_cache, tokens)
         return self._engine.sample(batch, logits_cache, tokens)
 
     def warmup(
@@ -151,17 +144,67 @@ class DraftSampler:
             )
         self._engine.warmup(example, logits_cache, tokens)
 
-    def explain(self) -> str:
-        """Which engine runs, why the ones preferred to it do not, and with what was tuned."""
+    def explain(self, batch: DraftBatch | None = None, logits_cache: Tensor | None = None) -> str:
+        """Which engine runs, why the ones preferred to it do not, and with what was tuned.
+
+        Args:
+            batch: also say of such a batch what it moves at the least, how long that takes at the
+                peak of the GPU's memory, and how the engine goes about it. Contents are not read.
+            logits_cache: what `sample` is given beside it.
+
+        Raises:
+            ArgumentError: where the batch does not fit, as `sample` does.
+        """
         lines = [f"fused-markov: engine {self.engine!r} for {self.head}, {self.plan}"]
         if self.plan.noise_stream != noise.STREAM:
             lines.append(f"  noise stream {self.plan.noise_stream}")
         if self.plan.cache_convention != "logits":
             lines.append(f"  {self.plan.cache_convention} logits in the cache")
+        if self.plan.draft_topk is not None:
+            lines.append(f"  drafts from the {self.plan.draft_topk} best base logits a position")
         if note := getattr(self._engine, "note", ""):
             lines.append(f"  {note}")
         for name, reason in self._reasons.items():
             if name == self.engine:
                 break
             lines.append(f"  not {name}: {reason or 'another engine was asked for'}")
+        if batch is not None:
+            self._check(batch, logits_cache, None, values=False)
+            lines += [f"  {line}" for line in self._explain_batch(batch, logits_cache)]
         return "\n".join(lines)
+
+    def _check(
+        self,
+        batch: DraftBatch,
+        logits_cache: Tensor | None,
+        tokens: Tensor | None,
+        values: bool | None = None,
+    ) -> None:
+        convention = self.plan.cache_convention
+        check_inputs(
+            self.head, batch, logits_cache, tokens, values=values, cache_convention=convention
+        )
+        if batch.steps != self.plan.steps:
+            raise ArgumentError(
+                "base_logits", f"{self.plan.steps} draft steps as planned", f"{batch.steps}"
+            )
+        if batch.rows > self.plan.max_rows:
+            raise ArgumentError(
+                "base_logits",
+                f"at most {self.plan.max_rows} rows as planned",
+                f"{batch.rows}",
+                "build the sampler with a larger max_rows",
+            )
+
+    def _explain_batch(self, batch: DraftBatch, cache: Tensor | None) -> list[str]:
+        least = traffic(self.head, batch, cache, self.plan.draft_topk)
+        peak = peak_bytes_a_us(self.head.device)
+        at_peak = "" if peak is None else f", {least.total / peak:.1f} us at the memory's peak"
+        drafts = "greedy" if batch.greedy else "with temperatures"
+        kept = "no cache" if cache is None else f"{dtype_name(cache)} cache of {cache.shape[2]}"
+        return [
+            f"{batch.rows} rows of {batch.steps} steps, {drafts}, "
+            f"{dtype_name(batch.base_logits)} base logits, {kept}",
+            f"moves at least {least}{at_peak}",
+            *self._engine.explain(batch, cache),
+        ]

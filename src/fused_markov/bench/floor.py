@@ -5,20 +5,17 @@ from __future__ import annotations
 import torch
 
 from fused_markov.problems import Problem
+from fused_markov.traffic import traffic
 
 # What plain reads and writes of this machine reach, measured with the sizes of a draft head.
 COPY_BYTES = 1 << 28
 
 
 def floor_bytes(problem: Problem, *, cached: bool) -> int:
-    """Bytes of W2 once, the base once and the cache once."""
-    head, batch = problem.head, problem.batch
-    total = head.draft_vocab * head.rank * head.w2.element_size()
-    total += batch.rows * batch.steps * head.draft_vocab * batch.base_logits.element_size()
-    if cached:
-        width = problem.cache_width
-        total += batch.rows * batch.steps * width * problem.cache_dtype.itemsize
-    return total
+    """Bytes of W2 once, as it is stored, the base once and the cache once."""
+    shape = (1, problem.batch.steps, problem.cache_width)
+    cache = torch.empty(shape, dtype=problem.cache_dtype, device="meta") if cached else None
+    return traffic(problem.head, problem.batch, cache).total
 
 
 def bytes_a_us(device: str) -> float:

@@ -14,7 +14,6 @@ import torch
 
 from fused_markov.batch import DraftBatch, logits_dtype
 from fused_markov.errors import CheckpointError
-from fused_markov.head import MarkovHead
 from fused_markov.pair.decode import Decoder
 from fused_markov.pair.generate import REPOSITORY, Pair
 from fused_markov.pair.target import END_OF_TURN
@@ -57,14 +56,8 @@ class Recorder:
         self._pair, self._prompts, self._wanted = pair, prompts, rounds
         self._recorded: dict[float, list[DraftBatch]] = {}
         head = pair.head
-        self._head = MarkovHead(
-            head.w1.to(device),
-            head.w2.to(device),
-            scale=head.scale,
-            soft_cap=head.soft_cap,
-            vocab_size=head.vocab_size,
-            successors=head.successors,
-        )
+        weights = head.weights.map(lambda x: x.to(device))
+        self._head = head.with_weights(head.w1.to(device), weights)
 
     def problems(self, rows: int, temperature: str, count: int | None = None) -> list[Problem]:
         """Problems of ``rows`` rows each; rounds are used again where there are too few.

@@ -26,6 +26,7 @@ from fused_markov.engines import Plan
 from fused_markov.head import MarkovHead
 from fused_markov.problems import Problem, make_problem
 from fused_markov.sampler import DraftSampler
+from fused_markov.weights import PLAIN
 
 LOOP = "reference"
 NO_CACHE = "greedy"
@@ -47,6 +48,7 @@ class Spec:
     device: str = "cpu"
     engines: tuple[str, ...] = ()  # empty: all that can run
     seconds: float = 2.0  # a line, on the CPU
+    weights: str = PLAIN  # how W2 is stored, as `make_problem` takes it
 
 
 def run(spec: Spec) -> Iterator[dict[str, Any]]:
@@ -64,6 +66,7 @@ def run(spec: Spec) -> Iterator[dict[str, Any]]:
             dtype=spec.dtype,
             temperature=temperature,
             device=spec.device,
+            weights=spec.weights,
         )
         return [problem]
 
@@ -94,6 +97,7 @@ def run_problems(
                 "vocab": head.draft_vocab,
                 "rank": head.rank,
                 "dtype": str(head.dtype).removeprefix("torch."),
+                "weights": head.weights.format,
                 "cached": cached,
                 "floor_bytes": size,
                 "floor_us": size / speed,

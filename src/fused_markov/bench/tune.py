@@ -188,7 +188,7 @@ def _heaviest(problem: Problem) -> tuple[MarkovHead, DraftBatch, Tensor]:
     of, steps, device = problem.head, problem.batch.steps, problem.head.device
     known = torch.zeros(of.vocab_size, COUNT, dtype=torch.int32, device=device)
     ids = torch.arange(of.draft_vocab, device=device)
-    head = MarkovHead(of.w1, of.w2, id_map=ids, successors=known)
+    head = MarkovHead(of.w1, of.weights, id_map=ids, successors=known)
     base = torch.zeros(1, steps, of.draft_vocab, device=device)
     zeros = torch.zeros(1, steps, dtype=torch.int64, device=device)
     temperature = torch.ones(1, device=device)

@@ -14,6 +14,8 @@ from rich.table import Table
 
 from fused_markov.bench import table as benchmark
 from fused_markov.errors import ArgumentError
+from fused_markov.quantize import BLOCKS
+from fused_markov.weights import PLAIN
 
 CPU_ROWS = "1,4,16,64"
 GPU_ROWS = "1,2,4,8,16,32,64,128,256"
@@ -47,6 +49,9 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Time a line on the CPU, at least 3 runs.")] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Image file to draw the result into.")] = None,
+    weights: Annotated[
+        str, typer.Option(help=f"How W2 is stored: one of {', '.join((PLAIN, *BLOCKS))}.")
+    ] = PLAIN,
 ) -> None:
     """Time the reference loop and every engine here; each is checked before it is timed.
 
@@ -69,6 +74,7 @@ def bench(
         device=device,
         engines=tuple(name for name in engines.split(",") if name),
         seconds=seconds,
+        weights=weights,
     )
     console = Console(stderr=as_json)
     lines = []
@@ -89,11 +95,13 @@ def bench(
 
 
 def _recorded(spec: benchmark.Spec, rounds: int) -> Iterator[dict[str, Any]]:
-    given = (spec.vocab, spec.rank, spec.steps, spec.dtype)
+    given = (spec.vocab, spec.rank, spec.steps, spec.dtype, spec.weights)
     default = benchmark.Spec
-    if given != (default.vocab, default.rank, default.steps, default.dtype):
+    if given != (default.vocab, default.rank, default.steps, default.dtype, default.weights):
         raise ArgumentError(
-            "--pair", "no --vocab, --rank, --steps or --dtype: the shape is the pair's", str(given)
+            "--pair",
+            "no --vocab, --rank, --steps, --dtype or --weights: the head is the pair's",
+            str(given),
         )
     from fused_markov.bench.recorded import Recorder, load_prompts
     from fused_markov.pair.generate import Pair

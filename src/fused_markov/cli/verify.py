@@ -16,6 +16,7 @@ from fused_markov.bench.compare import compare, usable_engines
 from fused_markov.cli.info import device_names
 from fused_markov.engines import Plan
 from fused_markov.problems import make_problem
+from fused_markov.quantize import BLOCKS
 from fused_markov.sampler import DraftSampler
 
 
@@ -58,6 +59,10 @@ CASES = (
     Case("all ties", SMALL, {"base_std": 0.0, "bias_std": 0.0, "temperature": "greedy"}),
     Case("strong head", SMALL, {"bias_std": 30.0, "base_std": 0.5}),
     Case("fp64 noise", SMALL, noise_dtype=torch.float64),
+    *(
+        Case(f"W2 in {weights}", (3, 5, 2000, 256), {"weights": weights, "exact_sums": True})
+        for weights in BLOCKS
+    ),
 )
 PUBLIC_CASES = (
     Case("DeepSeek-V4-Flash, T=1", (2, 5, 129280, 256)),

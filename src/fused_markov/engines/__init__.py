@@ -38,7 +38,7 @@ class Plan:
     # What is as ever is not in the explanation of a plan.
     noise_stream: str = field(default=STREAM, repr=False)
     cache_convention: str = field(default="logits", repr=False)
-    draft_topk: int | None = None
+    draft_topk: int | None = field(default=None, repr=False)
 
     def arithmetic(self) -> dict[str, Any]:
         """What `reference.sample` must be told to compute what the plan's engine does."""
@@ -65,6 +65,9 @@ class Engine(Protocol):
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
         """Draft for inputs that `check_inputs` has passed."""
+
+    def explain(self, batch: DraftBatch, logits_cache: Tensor | None) -> list[str]:
+        """Lines on how the engine goes about a batch that `check_inputs` has passed."""
 
     def warmup(
         self,
@@ -113,6 +116,9 @@ class _NoTriton:
     def sample(
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
+        raise NotImplementedError
+
+    def explain(self, batch: DraftBatch, logits_cache: Tensor | None) -> list[str]:
         raise NotImplementedError
 
     def warmup(

@@ -26,6 +26,7 @@ from fused_markov.engines.cpu_heads import Judge, PairEmbeddings
 from fused_markov.engines.cpu_limited import best_kept, sample_limited
 from fused_markov.engines.cpu_noise import NoiseGate
 from fused_markov.engines.cpu_philox import noise_gate
+from fused_markov.engines.reasons import LIMITED_READS, guess_lines
 from fused_markov.head import MarkovHead
 from fused_markov.shaping import is_shaped, shape
 
@@ -48,6 +49,12 @@ class CpuEngine:
         if head.device.type != "cpu":
             return f"it runs on the CPU, the head is on {head.device}"
         return None
+
+    def explain(self, batch: DraftBatch, logits_cache: Tensor | None) -> list[str]:
+        """How often W2 is read, and what makes guesses better or worse."""
+        if self._plan.draft_topk is not None:
+            return [LIMITED_READS]
+        return guess_lines(self._head, batch)
 
     def warmup(
         self,

@@ -169,7 +169,7 @@ class Candidates:
     def _best(self, prev: Tensor, row: Tensor, step: int, embed: Tensor) -> Tensor:
         head = self._head
         index, base, g = self._candidates(prev, row, step)
-        w2 = head.w2.index_select(0, index.flatten()).float().view(*index.shape, -1)
+        w2 = head.weights.dequantized(index.flatten()).view(*index.shape, -1)
         bias = torch.bmm(w2, embed.float().unsqueeze(2)).squeeze(2)
         # Rounded as the logits will be: they tie, or lose, by their last place.
         logits = head.finish(base + head.transform(bias.to(head.dtype))).to(self._dtype)
@@ -206,7 +206,7 @@ class Candidates:
         -inf where a guess's is no number.
         """
         head, base = self._head, self._logits[row, step, place]
-        products = embed.float() * head.w2[place].float()
+        products = embed.float() * head.weights.dequantized(place)
         bias = head.transform(products.sum(dim=1).to(head.dtype))
         temp, g = self._temp[row, step], self._noise(row, step, place.unsqueeze(1)).squeeze(1)
         score = head.finish(base + bias).to(self._dtype).float() / temp + g

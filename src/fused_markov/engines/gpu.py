@@ -13,6 +13,7 @@ from fused_markov.engines import Plan
 from fused_markov.engines.chips import Chip, chip_of
 from fused_markov.engines.gpu_heads import GpuHeads
 from fused_markov.engines.launch import (
+    aligned,
     head_data,
     make_inputs,
     multiprocessors,
@@ -20,6 +21,7 @@ from fused_markov.engines.launch import (
     why_not_triton,
 )
 from fused_markov.engines.limited import LimitedDrafts
+from fused_markov.engines.reasons import LIMITED_READS
 from fused_markov.engines.warm import bucket_rows, padding_calls
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs
@@ -56,6 +58,8 @@ class TritonEngine(ABC):
 
     @staticmethod
     def why_not(head: MarkovHead, plan: Plan) -> str | None:
+        if plan.draft_topk is not None and head.weights.quantized:
+            return f"limited candidates (draft_topk) of a W2 in {head.weights.format}"
         return why_not_triton(head)
 
     @abstractmethod
@@ -91,6 +95,22 @@ class TritonEngine(ABC):
         passes = self._passes if self._limited is None else self._no_passes
         judged = (None, None) if self._heads is None else self._heads.result(batch)
         return DraftResult(tokens, flags, self.name, passes, *judged)
+
+    def explain(self, batch: DraftBatch, logits_cache: Tensor | None) -> list[str]:
+        """How the engine goes about a batch."""
+        lines = [LIMITED_READS] if self._limited else self._explain(batch, logits_cache)
+        if batch.temperature is not None and batch.rows and not self._limited:
+            lines.append(f"{self._plan.noise_dtype} noise, gated".replace("torch.", ""))
+        if not aligned(self._head, batch, logits_cache):
+            lines.append(
+                "V or rows of base logits or cache are no multiples of 8 elements or 16 bytes: "
+                "loads and stores are narrower"
+            )
+        return lines
+
+    @abstractmethod
+    def _explain(self, batch: DraftBatch, cache: Tensor | None) -> list[str]:
+        """`explain`, where candidates are not limited."""
 
     def warmup(
         self,

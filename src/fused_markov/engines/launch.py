@@ -19,6 +19,7 @@ from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import HiddenInputs, Inputs, Shape
 from fused_markov.shaping import is_shaped
+from fused_markov.weights import NVFP4
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LACKED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of fp32's
@@ -100,22 +101,31 @@ def resident_programs(kernel: Any, num_warps: int, device: torch.device) -> int:
 
 
 def block_v(configured: int, head: MarkovHead) -> int:
-    """Candidates a tile, where the configured number is for rows of W2 of up to 512 bytes."""
-    row_bytes = int(triton.next_power_of_2(head.rank)) * head.w2.element_size()
+    """Candidates a tile, where the configured number is for rows of W2 of up to 512 bytes.
+
+    Rows in fewer bits count as what they become: that is what takes registers.
+    """
+    row_bytes = int(triton.next_power_of_2(head.rank)) * head.dtype.itemsize
     return max(16, configured * 512 // max(row_bytes, 512))
 
 
 def block_k(head: MarkovHead, chip: Chip) -> int:
     """Part of the rank that a check multiplies at a time: all of it where that fits on chip."""
     whole = int(triton.next_power_of_2(head.rank))
-    if head.w2.element_size() == 2 and whole * 2 <= chip.row_bytes:
-        return max(16, whole)
+    if head.dtype.itemsize == 2 and whole * 2 <= chip.row_bytes:
+        return max(least_piece(head), whole)
     return piece_of_rank(head)
 
 
 def piece_of_rank(head: MarkovHead) -> int:
-    """Part of the rank that a loop multiplies at a time; a matrix unit takes 16 at the least."""
-    return min(64, max(16, int(triton.next_power_of_2(head.rank))))
+    """Part of the rank that a loop multiplies at a time; one scale is for all of it."""
+    piece = min(64, max(least_piece(head), int(triton.next_power_of_2(head.rank))))
+    return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
+
+
+def least_piece(head: MarkovHead) -> int:
+    """A matrix unit takes 16 at the least; NVFP4's even and odd neighbours are multiplied apart."""
+    return 32 if head.weights.format == NVFP4 else 16
 
 
 def piece_of_chain(head: MarkovHead) -> int:
@@ -123,17 +133,22 @@ def piece_of_chain(head: MarkovHead) -> int:
 
     Half of that makes the passes' registers spill (61.9 to 71.1 us at one row with successors).
     """
-    whole = max(16, int(triton.next_power_of_2(head.rank)))
-    return min(256 // head.w2.element_size(), whole)
+    whole = max(least_piece(head), int(triton.next_power_of_2(head.rank)))
+    piece = min(256 // head.dtype.itemsize, whole)
+    return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
 
 
 @dataclass(frozen=True)
 class HeadData:
-    """What the kernels read of a head beside its weights."""
+    """What the kernels read of a head beside W1."""
 
     id_map: Tensor
     holes: Tensor
     keys: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    w2_groups: Tensor
+    w2_words: Tensor
 
 
 def head_data(head: MarkovHead, stream: str = noise.STREAM) -> HeadData:
@@ -141,11 +156,49 @@ def head_data(head: MarkovHead, stream: str = noise.STREAM) -> HeadData:
     if head.id_map is None:
         none = torch.zeros(1, dtype=torch.int64, device=head.device)
         keys = noise.token_keys(torch.arange(head.draft_vocab, device=head.device), stream)
-        return HeadData(none, none.to(torch.int32), keys)
+        return HeadData(none, none.to(torch.int32), keys, *_stored(head, keys))
     unmapped = torch.ones(head.vocab_size, dtype=torch.bool, device=head.device)
     unmapped[head.id_map] = False
     holes = unmapped.nonzero().squeeze(1).to(torch.int32)
-    return HeadData(head.id_map.contiguous(), holes, noise.token_keys(head.id_map, stream))
+    keys = noise.token_keys(head.id_map, stream)
+    return HeadData(head.id_map.contiguous(), holes, keys, *_stored(head, keys))
+
+
+def _stored(head: MarkovHead, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """W2, its scales and NVFP4's, as pointers of types that every chip has."""
+    weights = head.weights
+    if weights.scale is None:
+        return weights.data, unused, unused, unused
+    groups = unused if weights.groups is None else weights.groups.view(torch.int8)
+    words = weights.data.view(torch.int32) if _whole_words(weights.data) else unused
+    return weights.data.view(torch.int8), weights.scale, groups, words
+
+
+def _whole_words(codes: Tensor) -> bool:
+    return codes.shape[1] % 4 == 0 and codes.data_ptr() % 4 == 0 and codes.storage_offset() % 4 == 0
+
+
+def per_word(head: MarkovHead, chip: Chip, block_m: int, block_k: int) -> int:
+    """Values in a word, where a check decodes words; 0: it decodes bytes.
+
+    Words are for few rows, whose products take W2 out of registers (see `check._bias`), on NVIDIA's
+    GPUs; the interpreter follows. A matrix unit takes 16 of each part of the rank at the least.
+    """
+    weights = head.weights
+    count = 8 if weights.format == NVFP4 else 4
+    width = head.rank // weights.parts
+    fits = (
+        weights.quantized
+        and (chip.ptx or triton.knobs.runtime.interpret)
+        and block_m < 64
+        and block_k == head.rank
+        and width * weights.parts == head.rank
+        and (weights.parts == 1 or width == weights.block[1])
+        and width >= 16 * count
+        and head.dtype.itemsize == 2
+        and _whole_words(weights.data)
+    )
+    return count if fits else 0
 
 
 def make_inputs(
@@ -168,7 +221,7 @@ def make_inputs(
         fill_from, num_holes = head.vocab_size, data.holes.shape[0]
     return Inputs(
         w1=head.w1,
-        w2=head.w2,
+        w2=data.w2,
         id_map=data.id_map,
         holes=data.holes,
         keys=data.keys,
@@ -212,6 +265,9 @@ def make_inputs(
         ban_step=0 if batch.bans is None or batch.bans.dim() == 2 else batch.bans.stride(1),
         **_shaping_inputs(batch, nonfinite),
         cache_width=width,
+        w2_scale=data.w2_scale,
+        w2_groups=data.w2_groups,
+        w2_words=data.w2_words,
     )
 
 
@@ -259,6 +315,11 @@ def make_shape(
         **_transform_fields(head),
         **_shaping_fields(batch, cache),
         BASE_SHIFT=LACKED_BITS[batch.base_logits.dtype],
+        FORMAT=head.weights.format,
+        SCALE_ROWS=0 if head.weights.block[0] == head.weights.rows else head.weights.block[0],
+        SCALE_RANK=head.weights.block[1] if head.weights.parts > 1 else 0,
+        SCALE_PARTS=head.weights.parts,
+        PER_WORD=per_word(head, chip, tiles["BLOCK_M"], tiles["BLOCK_K"]),
         **tiles,
     )
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from fused_markov import reference
 from fused_markov.batch import DraftBatch, DraftResult
 from fused_markov.engines import Plan
+from fused_markov.engines.reasons import LIMITED_READS
 from fused_markov.head import MarkovHead
 
 
@@ -26,6 +27,12 @@ class LoopEngine:
         self, batch: DraftBatch, logits_cache: Tensor | None, tokens: Tensor | None
     ) -> DraftResult:
         return reference.sample(self._head, batch, logits_cache, tokens, **self._plan.arithmetic())
+
+    def explain(self, batch: DraftBatch, logits_cache: Tensor | None) -> list[str]:
+        """It reads W2 once a draft step."""
+        if self._plan.draft_topk is not None:
+            return [LIMITED_READS]
+        return [f"reads W2 {batch.steps} times, once a draft step"]
 
     def warmup(
         self,

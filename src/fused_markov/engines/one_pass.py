@@ -25,6 +25,7 @@ from fused_markov.engines.launch import (
     piece_of_rank,
     resident_programs,
 )
+from fused_markov.engines.reasons import guess_lines
 from fused_markov.engines.tuned import choose
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, Scratch, Shape
@@ -98,6 +99,23 @@ class OnePassEngine(TritonEngine):
             STAGES=config.stages,
         )
 
+    def _explain(self, batch: DraftBatch, cache: Tensor | None) -> list[str]:
+        config = self.config_for(max(batch.rows, 1))
+        shape = self.shape_for(config, batch, cache)
+        follows = "chains, a program a row" if self._chains(shape, config) else "links, then walks"
+        checks = "one cooperative launch" if self._cooperative else "a launch each"
+        pieces = shape.BLOCK_K < shape.RANK
+        return [
+            *guess_lines(self._head, batch),
+            f"tiles of up to {config.max_row_steps} row-steps: {shape.BLOCK_M} x {shape.BLOCK_V}"
+            f"{f', the rank in pieces of {shape.BLOCK_K}' if pieces else ''}",
+            f"guess; {follows}; checks and settlings: {checks}",
+        ]
+
+    @staticmethod
+    def _chains(shape: Shape, config: OnePassConfig) -> bool:
+        return bool(shape.SUCCESSORS or shape.VARIANT or not config.predecessors)
+
     def _launch(self, io: Inputs, batch: DraftBatch, cache: Tensor | None) -> None:
         if batch.rows == 0:
             self._passes.zero_()
@@ -109,7 +127,7 @@ class OnePassEngine(TritonEngine):
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
         launch(guess_kernel, guesses, io, scratch, shape, **self._options(config.guess_warps))
         link_options = self._options(config.link_warps)
-        if shape.SUCCESSORS or shape.VARIANT or not config.predecessors:
+        if self._chains(shape, config):
             launch(chain_kernel, io.rows, io, scratch, shape, **link_options)
         else:
             links = row_steps * (CANDIDATES // config.predecessors)

@@ -20,6 +20,7 @@ from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, StepScratch
 from fused_markov.kernels.per_step import embed_kernel, last_kernel, step_kernel
 from fused_markov.kernels.shape import shape_step_kernel
+from fused_markov.shaping import is_shaped
 
 
 class PerStepEngine(TritonEngine):
@@ -56,6 +57,15 @@ class PerStepEngine(TritonEngine):
 
     def _row_limits(self) -> list[int]:
         return [c.max_rows for c in self._configs]
+
+    def _explain(self, batch: DraftBatch, cache: Tensor | None) -> list[str]:
+        config = next(c for c in self._configs if batch.rows <= c.max_rows)
+        more = ", one for each step's z" if self._head.variant is not None else ""
+        more += ", one for each step's shaping" if is_shaped(batch) else ""
+        return [
+            f"reads W2 {batch.steps} times, once a draft step",
+            f"{batch.steps + 1} launches{more}, in tiles of up to {config.block_m} rows",
+        ]
 
     def _launch(self, io: Inputs, batch: DraftBatch, cache: Tensor | None) -> None:
         head, rows = self._head, batch.rows

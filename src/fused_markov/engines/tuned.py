@@ -89,6 +89,8 @@ def store(key: str, configs: Sequence[C], measured: dict[str, Any]) -> Path:
 def key_of(engine: str, head: MarkovHead, plan: Plan) -> str:
     """What an entry is for: all that the fastest configuration depends on."""
     dtype = str(head.dtype).removeprefix("torch.")
+    if head.weights.quantized:
+        dtype += f" with w2 in {head.weights.format}"
     return (
         f"{engine} on {_describe(head.device)}, V={head.draft_vocab} r={head.rank} "
         f"S={plan.steps} {dtype}, fused-markov {fused_markov.__version__}, "

@@ -262,7 +262,11 @@ def why_not_model(model: Any) -> str | None:
     w1, w2 = weights.markov_w1, weights.markov_w2
     method = type(getattr(w2, "quant_method", None)).__name__
     if method not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
-        return f"a quantized Markov head ({method})"
+        # ModelOpt's, for one; vLLM's own fp8 leaves a ParallelLMHead as it is.
+        return (
+            f"a quantized Markov head ({method}): vLLM keeps its weights in a kernel's own layout, "
+            "and plain ones beside them only for dspark_draft_topk"
+        )
     head_dtype = getattr(processor, "head_dtype", None)
     if head_dtype is not None and head_dtype != w2.weight.dtype:
         return f"a {head_dtype} projection of {w2.weight.dtype} Markov weights"

@@ -7,7 +7,7 @@ class Inputs(NamedTuple):
     """One decode step. R rows, S draft steps, V candidates, strides in elements."""
 
     w1: Any  # [w1_rows, rank] Markov embedding by target id
-    w2: Any  # [w2_rows, rank] Markov bias, one row a candidate
+    w2: Any  # [w2_rows, rank] Markov bias, one row a candidate; int8 codes where FORMAT says so
     id_map: Any  # [V] int64 target id of each candidate (MAPPED)
     keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids, of the stream
     successors: Any  # [vocab_size, SUCCESSORS] int32 candidates that stand out after a token
@@ -57,6 +57,9 @@ class Inputs(NamedTuple):
     top_p_slot: Any
     min_p_slot: Any
     cache_width: Any
+    w2_scale: Any  # [row blocks, SCALE_PARTS] fp32 scales of a W2 in fewer bits
+    w2_groups: Any  # [w2_rows, rank / 16] int8 codes of NVFP4's e4m3 scales
+    w2_words: Any  # w2's codes as int32 (PER_WORD)
 
 
 class Scratch(NamedTuple):
@@ -161,7 +164,7 @@ class Shape(NamedTuple):
     EVEN: bool  # V is a multiple of BLOCK_V
     PTX: bool  # NVIDIA's instructions are understood
     ALIGNED: bool  # V and the rows of base and cache are multiples of 8 elements
-    WEIGHT: Any  # dtype of w2
+    WEIGHT: Any  # dtype of w1, and of w2 unless it is in fewer bits
     LOGIT: Any  # dtype of base + bias
     CACHE: Any  # dtype logits are kept in
     PASSES: int  # most passes a launch can need
@@ -201,3 +204,9 @@ class Shape(NamedTuple):
     LIMIT: int = 0  # candidates a row-step
     LIMIT_BLOCK: int = 0  # of those multiplied at a time
     BASE_SHIFT: int = 0  # low bits of fp32 that the base's dtype lacks
+    # how W2 is stored
+    FORMAT: str = "plain"  # or "fp8", "int8", "nvfp4"
+    SCALE_ROWS: int = 1  # candidates that share a scale; 0: all
+    SCALE_RANK: int = 0  # part of the rank that shares one
+    SCALE_PARTS: int = 1  # such parts
+    PER_WORD: int = 0  # values in 32 bits, where a check takes words apart; 0: it takes bytes

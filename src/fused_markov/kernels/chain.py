@@ -12,6 +12,7 @@ from fused_markov.kernels.link import gate_of, product, scored
 from fused_markov.kernels.rows import NO_ID, as_scalar, target_id
 from fused_markov.kernels.variant import embed_index, embed_row, keep_before
 from fused_markov.kernels.walk import load_row, places, store_records
+from fused_markov.kernels.weights import stored_product
 
 ALIKE = tl.constexpr(16)  # a matrix unit multiplies 16 rows at the least; all are the same
 
@@ -33,7 +34,10 @@ def _scored(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     tid = target_id(io, v, inside, cfg)
     rows = tl.arange(0, ALIKE)
     after = embed_index(m, prev, cfg) + 0 * rows
-    acc = product(io, after, v, after >= 0, inside, cfg.CHAIN_K, cfg.LINK_STAGES, cfg)
+    if cfg.FORMAT == "plain":
+        acc = product(io, after, v, after >= 0, inside, cfg.CHAIN_K, cfg.LINK_STAGES, cfg)
+    else:
+        acc = stored_product(io, after, v, after >= 0, inside, cfg.CHAIN_K, cfg.LINK_STAGES, cfg)
     acc = tl.sum(tl.where((rows == 0)[:, None], acc, 0.0), axis=0)
     z, x = scored(io, m, noise, acc[None, :], v, tid, inside, cfg)
     return tl.sum(z, axis=0), tl.where(inside, tid, NO_ID), tl.sum(x, axis=0)

@@ -20,6 +20,7 @@ from fused_markov.kernels.rows import (
     target_id,
     token_key,
 )
+from fused_markov.kernels.weights import bias_of, embed_of, stored_product
 
 
 @triton.jit
@@ -95,7 +96,13 @@ def _best_greedy(x, tid, in_vocab, cfg: tl.constexpr):
 def _bias(io, embed, prev, live, tile, in_vocab, cfg: tl.constexpr):
     """fp32 [BLOCK_M, BLOCK_V] products; ``embed``: W1's rows where a block is the whole rank."""
     lane = tl.arange(0, cfg.BLOCK_V)
-    if cfg.BLOCK_K < cfg.RANK:
+    if cfg.FORMAT != "plain":
+        if cfg.BLOCK_K < cfg.RANK:
+            v = tile * cfg.BLOCK_V + lane
+            return stored_product(io, prev, v, live, in_vocab, cfg.BLOCK_K, 1, cfg)
+        else:
+            return bias_of(io, embed, tile, in_vocab, cfg)
+    elif cfg.BLOCK_K < cfg.RANK:
         v = tile * cfg.BLOCK_V + lane
         return product(io, prev, v, live, in_vocab, cfg.BLOCK_K, 1, cfg)
     else:
@@ -159,7 +166,10 @@ def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
     prev, live, base_at, need = rows[0], rows[1], rows[2], rows[5]
     embed = tl.zeros([16, 16], cfg.WEIGHT)
     if cfg.BLOCK_K >= cfg.RANK:
-        embed = rows_of(io.w1, prev, live, cfg)
+        if cfg.FORMAT == "plain":
+            embed = rows_of(io.w1, prev, live, cfg)
+        else:
+            embed = embed_of(io, prev, live, cfg)
     best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
     best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
     lane = tl.arange(0, cfg.BLOCK_V)

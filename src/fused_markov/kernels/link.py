@@ -19,6 +19,7 @@ from fused_markov.kernels.rows import (
     load_slot,
     target_id,
 )
+from fused_markov.kernels.weights import stored_product
 
 
 @triton.jit
@@ -99,7 +100,10 @@ def best_of(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     ``prev``: its score, target id and logit, each like ``prev``.
     """
     tid = target_id(io, v, inside, cfg)
-    acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
+    if cfg.FORMAT == "plain":
+        acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
+    else:
+        acc = stored_product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
     z, x = scored(io, m, noise, acc, v, tid, inside, cfg)
     top = tl.max(z, axis=1)
     winners = (z == top[:, None]) & inside[None, :]
