@@ -79,11 +79,12 @@ class Drawer:
 
     def kind(self) -> Kind:
         vocab = self._of(7, 60, 64, 90, 130, 200)
-        limited = self._is(0.2)
+        weights = self._of("plain", "plain", "plain", "fp8", "fp8-block", "int8", "nvfp4")
+        limited = self._is(0.2) and (self._exact or weights == "plain")
         variant = None if limited else self._of(None, None, "gated", "rnn")
         shaping = tuple(n for n in SHAPING if self._is(0.6)) if self._is(0.4) else ()
         tempered = not limited and not shaping and self._is(0.3)
-        options = self._options(vocab, tempered)
+        options = self._options(vocab, tempered) | {"weights": weights}
         if not limited and (self._exact or not shaping):
             options["soft_cap"] = self._of(None, None, None, 3.0)
         candidates = options["draft_vocab"] or vocab
@@ -96,7 +97,7 @@ class Drawer:
         }
         return Kind(
             (self._random.randint(1, self._most_rows), self._random.randint(1, 5), vocab,
-             self._of(8, 16, 24, 48)),
+             self._of(16, 48) if weights == "nvfp4" else self._of(8, 16, 24, 48)),
             options,
             self._heads(variant),
             plan,

@@ -143,7 +143,7 @@ def _token_differences(
 
 
 def _logits(head: fm.MarkovHead, batch: fm.DraftBatch, cache: Tensor | None, plan: Plan) -> Tensor:
-    """The reference's rounded logits ``[N, S, vocab]`` by target id, whatever cache was asked for."""
+    """The reference's rounded logits ``[N, S, vocab]`` by target id, whatever the cache is."""
     slots = int(batch.slot_matrix().max()) + 1 if cache is None else cache.shape[0]
     shape, dtype = (slots, batch.steps, head.vocab_size), logits_dtype(head, batch, cache)
     logits = torch.full(shape, CACHE_POISON, dtype=dtype, device=head.device)

@@ -1,9 +1,9 @@
 """Faults that people met in samplers of this kind, each as a small input with its right value.
 
 The values are stated or computed here by other means, never taken from the library's reference,
-which is tested like the engines. Every engine has them, the kernels' on a GPU; the small ones run in
-Triton's interpreter too (interpret/test_small_cases.py). Cases that need a GPU are where the table
-says.
+which is tested like the engines. Every engine has them, the kernels' on a GPU; the small ones run
+in Triton's interpreter too (interpret/test_small_cases.py). Cases that need a GPU are where the
+table says.
 
 ====  ==========================================================================================
 case  test
