@@ -16,6 +16,7 @@ import fused_markov as fm
 from fused_markov import noise, reference
 from fused_markov.bench.compare import Sampler, ulp_distance
 from fused_markov.problem_features import (
+    SHAPING,
     with_bans,
     with_shaping,
     with_successors,
@@ -42,7 +43,7 @@ class Combination:
         shape: R, S, V, r.
         options: of `make_problem`; heads: of `with_heads`; plan: of the sampler.
         bans: the share that is banned, other ids at each step; 0: no bans.
-        shaped: top-k, top-p and min-p. transformed: a logit transform.
+        shaped: top-k, top-p and min-p, or the ones named. transformed: a logit transform.
         successors: of each token, known to the head.
     """
 
@@ -52,7 +53,7 @@ class Combination:
     heads: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     bans: float = 0.0
-    shaped: bool = False
+    shaped: bool | tuple[str, ...] = False
     transformed: bool = False
     successors: int = 0
     cached: bool = True
@@ -73,7 +74,9 @@ class Combination:
             made = with_heads(made, exact=True, **self.heads)
         if self.bans:
             made = with_bans(made, self.bans)
-        return with_shaping(made) if self.shaped else made
+        if self.shaped:
+            made = with_shaping(made, SHAPING if self.shaped is True else self.shaped)
+        return made
 
     @property
     def many(self) -> bool:
@@ -152,6 +155,7 @@ _OTHERS = (
     Combination("tempered, transform", plan=TEMPERED, transformed=True),
     Combination("tempered, gated", plan=TEMPERED, heads={"variant": "gated"}),
     Combination("tempered, rnn, cut", plan=TEMPERED, heads={"variant": "rnn", **MARKOV}),
+    *(Combination(f"{name} alone", (7, 2, 130, 16), shaped=(name,)) for name in SHAPING),
     Combination("gated, bans", heads={"variant": "gated"}, bans=0.9),
     Combination("gated, shaped", (7, 2, 130, 16), heads={"variant": "gated"}, shaped=True),
     Combination("rnn, shaped", (7, 2, 130, 16), heads={"variant": "rnn"}, shaped=True),
