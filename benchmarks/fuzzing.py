@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -138,7 +139,8 @@ def _token_differences(
         a, b = (
             _score(logits[slot, step, token], batch, at, token, sampler.plan) for token in tokens
         )
-        near = abs(a - b) <= eps * max(abs(a), abs(b), 1.0) + 2 * slack / _temperature(batch, slot)
+        limit = eps * max(abs(a), abs(b), 1.0) + 2 * slack / _temperature(batch, slot)
+        near = math.isfinite(limit) and abs(a - b) <= limit
         yield "near-tie" if near else "tokens", f"{text}; scores {a!r} and {b!r}"
 
 

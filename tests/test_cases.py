@@ -192,7 +192,7 @@ def assert_distributed(tokens: Tensor, probabilities: Tensor) -> None:
 
 def some(count: int) -> int:
     """As many rows, or a few where every program is interpreted."""
-    return 3 if INTERPRETING else count
+    return 2 if INTERPRETING else count
 
 
 def lowest_best(scores: Tensor) -> int:
@@ -533,7 +533,7 @@ def test_case_34_temperature_1_is_not_greedy(engine: str) -> None:
 @greedy_and_not
 def test_case_35_chain_of_previous_tokens(engine: str, temperature: float | None) -> None:
     head = successor_head(4, engine)
-    result = draft(engine, head, torch.zeros(some(50), 9, 4), temperature=temperature)
+    result = draft(engine, head, torch.zeros(50, 9, 4), temperature=temperature)
     assert bool((result.tokens.cpu() == torch.tensor([1, 2, 3, 0, 1, 2, 3, 0, 1])).all())
 
 
