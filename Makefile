@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
+VLLMS ?= 0.33.0
 TRITONS ?= 3.6.0 3.7.0 3.8.0 3.9.0
 PROMPT ?= Can you provide a detailed guide on how to prepare for a job interview in the tech industry?
 
@@ -16,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # One thread a worker: several workers with a thread pool each only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: demo test lint format bench amd clean
+.PHONY: demo test vllm lint format bench amd clean
 
 demo: $(STAMP)
 	$(BIN)/fused-markov generate --prompt "$(PROMPT)"
@@ -25,6 +26,14 @@ demo: $(STAMP)
 test: lint
 	if [ -d tests/interpret ]; then TRITON_INTERPRET=1 $(PYTEST) tests/interpret; fi
 	$(PYTEST) tests
+
+# The plugin beside vLLM's own speculator and sampler, for each release: all draft the same.
+vllm: $(STAMP)
+	for version in $(VLLMS); do \
+	  $(BIN)/python tests/vllm_plugin/unpack.py .cache/vllm $$version || exit 1; \
+	  FUSED_MARKOV_VLLM=.cache/vllm/$$version/vllm OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest -q -m slow tests/test_vllm_plugin.py -k unpacked || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

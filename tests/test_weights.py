@@ -421,6 +421,7 @@ def test_a_problem_in_memory_of_its_own() -> None:
 
 
 def test_vllm_keeps_its_quantized_heads() -> None:
+    from fused_markov.integrations import vllm_versions
     from fused_markov.integrations.vllm_step import why_not_model
 
     method = type("ModelOptLinearMethod", (), {})()
@@ -429,7 +430,8 @@ def test_vllm_keeps_its_quantized_heads() -> None:
     model = SimpleNamespace(
         model=SimpleNamespace(markov_head=markov), logits_processor=SimpleNamespace()
     )
-    reason = why_not_model(model)
+    newest = vllm_versions.TABLE[-1]
+    reason = why_not_model(model, newest)
     assert reason is not None
     assert "ModelOptLinearMethod" in reason
     assert "kernel's own layout" in reason

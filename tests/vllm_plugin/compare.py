@@ -45,7 +45,10 @@ def speculator_module(arguments: list[str]) -> Any:
         return importlib.import_module(stubs.SPECULATOR)
     package, version = arguments
     stubs.install(version)
-    plugin.register()
+    # vLLM's own loader finds the entry point and calls `register`.
+    stubs.load(Path(package), "vllm.envs")
+    stubs.load(Path(package), "vllm.plugins").load_general_plugins()
+    assert plugin._registered, "vLLM's loader did not call register()"
     gumbel = stubs.load(Path(package), stubs.GUMBEL)
     assert gumbel is not None
     return stubs.load(Path(package), stubs.SPECULATOR)

@@ -35,7 +35,7 @@ class VllmDrafter:
         self, speculator: Any, model: Any, version: VllmVersion, logger: logging.Logger
     ) -> None:
         self.version, self.model = version, model
-        self.head = read_head(model)
+        self.head = read_head(model, version)
         if draft_topk(speculator) is None:
             self._find_successors()
         self.counters = Counters(logger, self.head.device)
@@ -57,8 +57,8 @@ class VllmDrafter:
     ) -> VllmDrafter | None:
         """A drafter, or None with the reason logged where this draft model cannot have one."""
         try:
-            reason = why_not_model(model) or why_not_speculator(speculator, version)
-            reason = reason or why_not_limited(speculator, read_head(model))
+            reason = why_not_model(model, version) or why_not_speculator(speculator, version)
+            reason = reason or why_not_limited(speculator, read_head(model, version))
             if reason is None:
                 drafter = cls(speculator, model, version, logger)
                 logger.info("%s", drafter.describe(speculator))
@@ -211,7 +211,7 @@ class VllmDrafter:
         return "the Markov weights were replaced after loading"
 
 
-def read_head(model: Any) -> MarkovHead:
+def read_head(model: Any, version: VllmVersion) -> MarkovHead:
     """The `MarkovHead` over a draft model's own weights."""
     weights = model.model.markov_head
     processor = model.logits_processor
@@ -223,7 +223,7 @@ def read_head(model: Any) -> MarkovHead:
         d2t=None if d2t is None else d2t.data[:width],
         scale=processor.scale,
         soft_cap=processor.soft_cap,
-        logit_transform=known_transform(model),
+        logit_transform=known_transform(model) if version.transforms else None,
         vocab_size=width if d2t is None else _target_vocab(weights.markov_w1),
     )
 
@@ -251,13 +251,14 @@ def known_transform(model: Any) -> LogitTransform | None:
     return transform
 
 
-def why_not_model(model: Any) -> str | None:
+def why_not_model(model: Any, version: VllmVersion) -> str | None:
     """Why a draft model's head is not one that the library samples, or None."""
     weights = getattr(getattr(model, "model", None), "markov_head", None)
     processor = getattr(model, "logits_processor", None)
     if weights is None or processor is None:
         return "no Markov head (model.markov_head) or logits processor"
-    if hasattr(model, "apply_output_logit_transform") and known_transform(model) is None:
+    transforms = version.transforms and hasattr(model, "apply_output_logit_transform")
+    if transforms and known_transform(model) is None:
         return "an output logit transform"
     w1, w2 = weights.markov_w1, weights.markov_w2
     method = type(getattr(w2, "quant_method", None)).__name__

@@ -32,6 +32,7 @@ class VllmVersion:
         confidence: the speculator's attribute that says the confidence head is used, or None
             where there is no confidence head.
         gumbel: parameters of ``gumbel_sample``.
+        transforms: whether a draft model's ``apply_output_logit_transform`` is applied.
     """
 
     series: str
@@ -40,6 +41,7 @@ class VllmVersion:
     cache: Literal["logits", "tempered"]
     confidence: str | None
     gumbel: tuple[str, ...]
+    transforms: bool = False
 
 
 _GUMBEL = ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")
@@ -61,7 +63,7 @@ TABLE = (
     VllmVersion("0.30", "speculator", "vllm-0.29", "logits", "use_confidence_head", _GUMBEL_29),
     VllmVersion("0.31", "speculator", "vllm-0.31", "logits", "use_confidence_head", _GUMBEL_29),
     VllmVersion("0.32", "speculator", "vllm-0.31", "logits", "use_confidence_head", _GUMBEL_32),
-    VllmVersion("0.33", "model", "vllm-0.33", "logits", "use_confidence_head", _GUMBEL_32),
+    VllmVersion("0.33", "model", "vllm-0.33", "logits", "use_confidence_head", _GUMBEL_32, True),
 )
 
 _METHODS = {
