@@ -15,19 +15,17 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from fuzzing import WILD, differences, make_wild
 from torch import Tensor
 
 import fused_markov as fm
-from fused_markov import noise, reference
 from fused_markov.successors import find_successors
 
 ENGINES = ("one_pass", "per_step")
 HEADS = 4  # a shape's heads, drawn once: a head and its engines cost more than a problem
-NEAR_TIE_ULPS = 4
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,6 @@ class Problem:
     head: fm.MarkovHead
     batch: fm.DraftBatch
     cache: Tensor | None
-    noise_dtype: torch.dtype
 
 
 class Drawer:
@@ -147,23 +144,14 @@ class Drawer:
             seeds,
             self._slots(rows, slots_count),
         )
-        return Problem(self._heads[index], batch, cache, self._noise_dtype), self._samplers[index]
+        return Problem(self._heads[index], batch, cache), self._samplers[index]
 
     def _base(self, rows: int) -> Tensor:
         kind = self.kind
         step = kind.candidates + (-kind.candidates % 8 + 8 if kind.aligned else 3)
         home = self._randn(rows, kind.steps, step) * (0.5, 2.0, 6.0)[self._choice(3)]
-        wild = self._choice(8)
-        if wild == 0:  # ties
-            home.round_()
-        elif wild == 1:
-            home[home > 0.5] = torch.nan
-        elif wild == 2:
-            home[home < 1.0] = -torch.inf
-        elif wild == 3:
-            home[home > 8.0] = torch.inf
-        elif wild == 4:
-            home[0] = (torch.nan, -torch.inf)[self._choice(2)]
+        wild = self._choice(WILD)
+        make_wild(home, wild, wild == 4 and bool(self._choice(2)))
         home = home.to(kind.dtype)
         if self._choice(2):  # step-major
             home = home.transpose(0, 1).contiguous().transpose(0, 1)
@@ -191,74 +179,6 @@ class Drawer:
                 sampler.warmup(problem.batch, problem.cache)
 
 
-def differences(problem: Problem, samplers: list[fm.DraftSampler]) -> Iterator[tuple[str, str]]:
-    """What differs, as (kind of difference, description)."""
-    batch, cache = problem.batch, problem.cache
-    want_cache = None if cache is None else cache.clone()
-    want = reference.sample(problem.head, batch, want_cache, noise_dtype=problem.noise_dtype)
-    poison = torch.full_like(want.tokens, 2**31 - 1)
-    for sampler in samplers:
-        mine = None if cache is None else cache.clone()
-        got = sampler.sample(batch, mine, poison.clone())
-        if not torch.equal(got.tokens, want.tokens):
-            yield from _token_differences(problem, sampler.engine, got.tokens, want.tokens)
-        elif not torch.equal(got.nonfinite, want.nonfinite):
-            yield "nonfinite", f"{sampler.engine}: nonfinite flags differ"
-        elif mine is not None and want_cache is not None:
-            wrong = (_bits(mine) != _bits(want_cache)).nonzero()
-            for at in wrong[:1].tolist():
-                pair = mine[tuple(at)].item(), want_cache[tuple(at)].item()
-                yield "cache", f"{sampler.engine}: cache{at} is {pair[0]!r}, not {pair[1]!r}"
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Comparable contents: NaNs all alike."""
-    return torch.where(x.isnan(), 54321.0, x.float())
-
-
-def _token_differences(
-    problem: Problem, engine: str, got: Tensor, want: Tensor
-) -> Iterator[tuple[str, str]]:
-    """The first different step of every row, with both candidates' scores."""
-    for row in (got != want).any(dim=1).nonzero().flatten().tolist():
-        step = int((got[row] != want[row]).nonzero()[0])
-        tokens = int(got[row, step]), int(want[row, step])
-        text = f"{engine}: row {row} step {step}: token {tokens[0]}, not {tokens[1]}"
-        slot = int(problem.batch.slot_matrix()[row, step])
-        if slot < 0 or not _drawable(problem.head, tokens[0]):
-            yield "tokens", text
-            continue
-        prev = int(problem.batch.anchors[row]) if step == 0 else int(want[row, step - 1])
-        a, b = (_score(problem, row, step, slot, prev, token) for token in tokens)
-        ulp = torch.finfo(torch.float32).eps * max(abs(a), abs(b), 1.0)
-        near = abs(a - b) <= NEAR_TIE_ULPS * ulp
-        yield "near-tie" if near else "tokens", f"{text}; scores {a!r} and {b!r}"
-
-
-def _drawable(head: fm.MarkovHead, token: int) -> bool:
-    return 0 <= token < head.vocab_size and (
-        head.id_map is None or bool((head.id_map == token).any())
-    )
-
-
-def _score(problem: Problem, row: int, step: int, slot: int, prev: int, token: int) -> float:
-    """logit / T + noise of one token, in fp64 from the rounded logit on."""
-    head, batch = problem.head, problem.batch
-    column = token if head.id_map is None else int((head.id_map == token).nonzero()[0])
-    bias = (head.w1[prev].double() @ head.w2[column].double()).to(head.dtype)
-    logit = float(batch.base_logits[row, step, column] + bias)
-    if batch.temperature is None or batch.seeds is None or float(batch.temperature[slot]) == 0.0:
-        return logit
-    state = noise.prefix(batch.seeds[slot], step, batch.positions[row, step])
-    u = noise.uniform32(noise.hash32(state, torch.tensor(token, device=state.device))).double()
-    gumbel = float(-torch.log(-torch.log1p(-u)))
-    if problem.noise_dtype == torch.float64:
-        position = batch.positions[row, step]
-        where = torch.tensor(token, device=state.device)
-        gumbel = float(noise.gumbel(batch.seeds[slot], step, position, where, torch.float64))
-    return logit / float(batch.temperature[slot]) + gumbel
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=10000)
@@ -278,7 +198,7 @@ def main() -> int:
     end, done = time.perf_counter() + arguments.seconds, 0
     while done < arguments.problems and time.perf_counter() < end:
         problem, samplers = drawers[done % len(drawers)].draw()
-        for what, text in differences(problem, samplers):
+        for what, text in differences(problem.head, problem.batch, problem.cache, samplers):
             found[what] += 1
             if sum(found.values()) <= arguments.show:
                 print(f"problem {done}, {TABLE[done % len(TABLE)]}: {what}: {text}", flush=True)

@@ -1,7 +1,9 @@
 """Faults that people met in samplers of this kind, each as a small input with its right value.
 
 The values are stated or computed here by other means, never taken from the library's reference,
-which is tested like the engines. Cases that need a GPU are where the table says.
+which is tested like the engines. Every engine has them, the kernels' on a GPU; the small ones run
+in Triton's interpreter too (interpret/test_small_cases.py). Cases that need a GPU are where the
+table says.
 
 ====  ==========================================================================================
 case  test
@@ -64,10 +66,9 @@ from torch import Tensor
 from fused_markov import ArgumentError, DraftBatch, DraftResult, DraftSampler, MarkovHead, noise
 from fused_markov.engines import engine_types
 from fused_markov.problems import CACHE_POISON, TOKEN_POISON
-from test_engines import assert_same_bits, device_of, usable
+from test_engines import DEVICES, INTERPRETING, as_parameters, assert_same_bits, device_of
 
-ENGINES = [name for name in engine_types() if usable(name)]
-every_engine = pytest.mark.parametrize("engine", ENGINES)
+every_engine = pytest.mark.parametrize("engine", as_parameters(list(engine_types())))
 greedy_and_not = pytest.mark.parametrize("temperature", [None, 1.0], ids=["T=0", "T=1"])
 
 RANK = 16
@@ -189,6 +190,11 @@ def assert_distributed(tokens: Tensor, probabilities: Tensor) -> None:
     assert statistic < chi2.isf(1e-9, counts.numel() - 1), counts.tolist()
 
 
+def some(count: int) -> int:
+    """As many rows, or a few where every program is interpreted."""
+    return 2 if INTERPRETING else count
+
+
 def lowest_best(scores: Tensor) -> int:
     return int((scores == scores.max()).nonzero()[0])
 
@@ -225,7 +231,7 @@ def on_disk(path: Path, *shape: int) -> Tensor:
     return home.view(shape)
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if device_of(name) == "cpu"])
+@pytest.mark.parametrize("engine", DEVICES)
 def test_case_01_offsets_past_2_to_the_31(engine: str, tmp_path: Path) -> None:
     """The first and the last of 964 rows, and of as many slots; the others are not touched."""
     rows, steps, vocab = 964, 16, 151936
@@ -333,9 +339,9 @@ def test_case_10_error_names_both_shapes(engine: str) -> None:
 def test_case_12_base_wider_than_vocabulary(engine: str, beyond: float) -> None:
     weights = torch.zeros(64, RANK, device=device_of(engine))
     head = MarkovHead(weights, weights, vocab_size=60)
-    base = whole_logits(20, 3, 64)
+    base = whole_logits(some(20), 3, 64)
     base[..., 62] = beyond
-    cache = new_cache(20, 3, 64, engine)
+    cache = new_cache(some(20), 3, 64, engine)
     result = draft(engine, head, base, cache)
     assert result.tokens.tolist() == [[lowest_best(x[:60]) for x in row] for row in base]
     assert not bool(result.nonfinite.any())
@@ -433,9 +439,10 @@ def test_case_23_nan_weights_row(engine: str, temperature: float | None) -> None
     """Id 3 is never drafted, whatever comes before it."""
     head = successor_head(16, engine)
     head.w2[3] = torch.nan
-    base = torch.zeros(200, 5, 16)
+    rows = some(200)
+    base = torch.zeros(rows, 5, 16)
     base[..., 0] = 25.0  # stands in for the 3 that would follow 2
-    inputs = {"anchors": [1] * 200, "temperature": temperature}
+    inputs = {"anchors": [1] * rows, "temperature": temperature}
     result = draft(engine, head, base, **inputs)
     assert bool((result.tokens.cpu() == torch.tensor([2, 0, 1, 2, 0])).all())
     assert not bool(result.nonfinite.any())
@@ -592,10 +599,11 @@ def test_case_38_seeds_decide(engine: str, shift: int) -> None:
 @greedy_and_not
 def test_case_40_masked_id(engine: str, temperature: float | None) -> None:
     """Where the bias asks for it, too: every row's chain comes to 2."""
-    base = torch.zeros(500, 4, 16)
+    rows = some(500)
+    base = torch.zeros(rows, 4, 16)
     base[..., 2] = -torch.inf
-    cache = new_cache(500, 4, 16, engine)
-    inputs = {"anchors": [0] * 500, "temperature": temperature}
+    cache = new_cache(rows, 4, 16, engine)
+    inputs = {"anchors": [0] * rows, "temperature": temperature}
     tokens = draft(engine, successor_head(16, engine), base, cache, **inputs).tokens
     assert bool((tokens[:, 0] == 1).all())
     assert not bool((tokens == 2).any())

@@ -207,11 +207,12 @@ def test_a_row_alone_and_in_company(engine: str, variant: str) -> None:
         assert torch.equal(solo_cache[0][kept], cache[row][kept])
 
 
-def test_confidence_is_vllms() -> None:
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+def test_confidence_is_vllms(engine: str) -> None:
     """sigmoid of an fp32 linear layer over [hidden; W1[prev]], as ``DSparkConfidenceHead``."""
     problem = with_heads(make_problem(5, 4, 90, 16), variant="gated", confidence="markov")
     head, batch = problem.head, problem.batch
-    result, _ = run(problem, "cpu")
+    result, _ = run(problem, engine)
     assert head.confidence is not None
     assert batch.hidden is not None
     proj = nn.Linear(40, 1)

@@ -61,6 +61,7 @@ def with_heads(
         soft_cap=head.soft_cap,
         vocab_size=head.vocab_size,
         successors=head.successors,
+        logit_transform=head.logit_transform,
         **heads,  # type: ignore[arg-type]
     )
     if limits is not None:
