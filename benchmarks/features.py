@@ -25,6 +25,7 @@ from fused_markov.bench.table import step_of
 from fused_markov.bench.timing import cold_copies, time_on_gpu
 from fused_markov.problem_heads import with_heads
 from fused_markov.problems import Problem, make_problem
+from fused_markov.quantize import quantize
 from fused_markov.successors import find_successors
 from fused_markov.transforms import scaled_soft_cap
 
@@ -42,7 +43,14 @@ def _head(**options: Any) -> Change:
 
 
 def _stored(name: str) -> Change:
-    return lambda p: replace(p, head=fm.quantize_head(p.head, name))
+    """W2 in fewer bits, with scales that are powers of two: sums stay exact."""
+
+    def change(problem: Problem) -> Problem:
+        head = problem.head
+        stored = quantize(head.w2, name, powers=True)
+        return replace(problem, head=head.with_weights(head.w1, stored))
+
+    return change
 
 
 def _heads(**options: Any) -> Change:
