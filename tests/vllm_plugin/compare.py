@@ -14,9 +14,12 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import stubs
 import tiny
@@ -78,6 +81,28 @@ def load_estimator(arguments: list[str]) -> Any:
     return stubs.load(Path(arguments[0]), stubs.ESTIMATOR).OnlineAcceptanceEstimator
 
 
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "reduce_scatter_tensor",
+    "send",
+)
+
+
+@contextmanager
+def no_collectives() -> Iterator[None]:
+    """Drafting asks no other rank: data parallel ranks need not draft together, or at all."""
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            refused = AssertionError(f"torch.distributed.{name} while drafting")
+            patches.enter_context(mock.patch.object(torch.distributed, name, side_effect=refused))
+        yield
+
+
 def run(
     module: Any, estimator: Any, case: tiny.Case, seed: int, plugged: bool
 ) -> tuple[dict[str, Any], Any]:
@@ -91,7 +116,7 @@ def run(
         setattr(spec, plugin.DRAFTER, None)
     if case.estimator:
         spec.acceptance_estimator = estimator(tiny.SLOTS, tiny.STEPS, spec.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), no_collectives():
         spec._sample_sequential(case.rows, tiny.make_hidden(case, seed))
     computed = getattr(model, "computed", 1)
     assert computed == 1, f"base logits computed {computed} times"
