@@ -15,6 +15,7 @@ from fused_markov import reference, shaping
 from fused_markov.engines import Plan
 from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
+from fused_markov.kernels import limited, shape, threshold
 from fused_markov.kernels.threshold import order_key, weights
 from fused_markov.problems import Problem
 from test_bans import STEEP, transformed, with_bans
@@ -101,6 +102,38 @@ def test_a_row_alone_and_in_company(name: str) -> None:
     solo, own = run(engine_of(name, problem.head, 1, 2), replace(problem, batch=one), True)
     assert torch.equal(solo.tokens[0], got.tokens[2])
     assert torch.equal(own[2], cache[2])
+
+
+@pytest.fixture
+def few_lanes(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So few that a row goes round them many times."""
+    for module in (threshold, shape, limited):
+        monkeypatch.setattr(module, "LANES", tl.constexpr(16))
+    return 16
+
+
+# The largest in lanes of their own, in any, and all in one lane, which then has more than it keeps.
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("name", ENGINES)
+def test_lanes_that_pass_many_tokens(name: str, crowded: bool, few_lanes: int) -> None:
+    case = Case("", (6, 1, 130, 16), {"base_std": 1.0})
+    problem = shaped(problem_of(case))
+    if crowded:
+        problem.batch.base_logits[:, :, ::few_lanes] += 30.0
+    check(name, problem, case)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_limited_lanes_that_pass_many_tokens(crowded: bool, few_lanes: int) -> None:
+    case = Case("", (2, 2, 130, 16))
+    problem = problem_of(case)
+    if crowded:
+        problem.batch.base_logits[:, :, ::few_lanes] += 30.0
+    cache = problem.new_cache()
+    want = reference.sample(problem.head, problem.batch, cache, draft_topk=9)
+    got, filled = run(limited_engine(ENGINES[0], problem, case, 9), problem, True)
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(filled, cache)
 
 
 def limited_engine(name: str, problem: Problem, case: Case, draft_topk: int) -> Any:

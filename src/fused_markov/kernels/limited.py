@@ -21,18 +21,16 @@ from fused_markov.kernels.rows import (
     target_id,
 )
 from fused_markov.kernels.shape import UNSHAPED, shape_row
-from fused_markov.kernels.threshold import LANES, cache_column, order_key, row_block, threshold
+from fused_markov.kernels.threshold import (
+    LANES,
+    cache_column,
+    order_key,
+    row_block,
+    sieve,
+    sum_from,
+    threshold,
+)
 from fused_markov.kernels.transforms import transformed
-
-
-@triton.jit
-def _count_above(io, row, key, cfg: tl.constexpr):
-    count = tl.full([LANES], 0, tl.int32)
-    for first in range(0, io.vocab, LANES):
-        _v, inside, x = row_block(io, row, first, True, cfg)
-        above = inside & (order_key(x, cfg.BASE_SHIFT) > key)
-        count += above.to(tl.int32)
-    return tl.sum(count, axis=0)
 
 
 @triton.jit
@@ -57,8 +55,10 @@ def select_kernel(io, candidates, cfg: tl.constexpr):
         row = (base_offset(io, r, s, cfg), ban_offset(io, slot, s))
         wanted = tl.full([], cfg.LIMIT, tl.int64)
         zero, one = tl.full([], 0, tl.uint32), tl.full([], 1.0, tl.float32)
-        key = threshold(io, row, wanted, zero, one, one, False, True, cfg.BASE_SHIFT, cfg)
-        equals = cfg.LIMIT - _count_above(io, row, key, cfg)  # the first of those are taken
+        sieved = sieve(io, row, True, cfg)
+        key = threshold(io, row, sieved, wanted, zero, one, one, False, True, cfg.BASE_SHIFT, cfg)
+        above = sum_from(io, row, key + 1, one, one, False, True, cfg.BASE_SHIFT, cfg)
+        equals = cfg.LIMIT - above.to(tl.int32)  # the first of those are taken
         taken = tl.full([], 0, tl.int32)
         for first in range(0, io.vocab, LANES):
             v, inside, x = row_block(io, row, first, True, cfg)

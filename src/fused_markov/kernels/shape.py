@@ -22,6 +22,8 @@ from fused_markov.kernels.threshold import (
     cache_column,
     order_key,
     row_block,
+    sieve,
+    sum_from,
     threshold,
     weights,
 )
@@ -49,15 +51,6 @@ def _parameters(io, slot, cfg: tl.constexpr):
 
 
 @triton.jit
-def _top_of(io, row, cfg: tl.constexpr):
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    for first in range(0, io.vocab, LANES):
-        _v, _inside, x = row_block(io, row, first, False, cfg)
-        top = tl.maximum(top, x)
-    return tl.max(top, axis=0)
-
-
-@triton.jit
 def _least_of_weight(io, row, top, temp, min_weight, cfg: tl.constexpr):
     """The least key of the tokens of at least a weight."""
     least = tl.full([LANES], 0xFFFFFFFF, tl.int64)
@@ -70,17 +63,7 @@ def _least_of_weight(io, row, top, temp, min_weight, cfg: tl.constexpr):
 
 
 @triton.jit
-def _mass_from(io, row, top, temp, least, cfg: tl.constexpr):
-    mass = tl.full([LANES], 0, tl.int64)
-    for first in range(0, io.vocab, LANES):
-        _v, inside, x = row_block(io, row, first, False, cfg)
-        kept = inside & (order_key(x, cfg.CACHE_SHIFT) >= least)
-        mass += tl.where(kept, weights(x, top, temp), 0)
-    return tl.sum(mass, axis=0)
-
-
-@triton.jit
-def _least_kept(io, row, top, temp, parameters, cfg: tl.constexpr):
+def _least_kept(io, row, sieved, top, temp, parameters, cfg: tl.constexpr):
     """The key of the threshold: min-p's, then top-k's, then top-p's of what those kept."""
     k, p, min_weight, _on = parameters
     least = tl.full([], 0, tl.uint32)
@@ -90,16 +73,20 @@ def _least_kept(io, row, top, temp, parameters, cfg: tl.constexpr):
     if cfg.TOP_K:
         if k > 0:
             all_keys = least * 0
+            count = k.to(tl.int64)
             of_k = threshold(
-                io, row, k.to(tl.int64), all_keys, top, temp, False, False, cfg.CACHE_SHIFT, cfg
+                io, row, sieved, count, all_keys, top, temp, False, False, cfg.CACHE_SHIFT, cfg
             )
             least = tl.maximum(least.to(tl.int64), of_k.to(tl.int64)).to(tl.uint32)
     if cfg.TOP_P:
         if p < 1.0:
-            share = p.to(tl.float64) * _mass_from(io, row, top, temp, least, cfg).to(tl.float64)
+            mass = sum_from(io, row, least, top, temp, True, False, cfg.CACHE_SHIFT, cfg)
+            share = p.to(tl.float64) * mass.to(tl.float64)
             whole = share.to(tl.int64)
             wanted = tl.maximum(whole + (whole.to(tl.float64) < share).to(tl.int64), 1)
-            of_p = threshold(io, row, wanted, least, top, temp, True, False, cfg.CACHE_SHIFT, cfg)
+            of_p = threshold(
+                io, row, sieved, wanted, least, top, temp, True, False, cfg.CACHE_SHIFT, cfg
+            )
             least = tl.maximum(least.to(tl.int64), of_p.to(tl.int64)).to(tl.uint32)
     return least
 
@@ -140,9 +127,10 @@ def shape_row(io, r, s, slot, cfg: tl.constexpr):
     if (temp != 0.0) & parameters[3]:
         at = cache_offset(io, slot, s, cfg)
         row = (at, at)
-        top = _top_of(io, row, cfg)
+        sieved = sieve(io, row, False, cfg)
+        top = tl.max(sieved[0], axis=0)
         if tl.abs(top) < float("inf"):
-            least = _least_kept(io, row, top, temp, parameters, cfg)
+            least = _least_kept(io, row, sieved, top, temp, parameters, cfg)
             best, best_id = _keep(io, row, least, temp, state, state64, cfg)
     return best, best_id
 
