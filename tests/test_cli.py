@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from fused_markov import engines
-from fused_markov.bench.compare import compare, ulp_distance
+from fused_markov.bench.compare import compare, ulp_distance, within_a_place
 from fused_markov.bench.timing import time_on_cpu
 from fused_markov.cli.app import app
 from fused_markov.engines.loop import LoopEngine
@@ -158,3 +159,24 @@ def test_time_on_cpu_takes_turns() -> None:
     timings = time_on_cpu(steps, seconds=0.0, runs=3)
     assert order == ["a", "b"] * 4
     assert timings["a"].samples == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_vocab": 60}, {"slots": "padded"}])
+def test_within_a_place_of_the_bias(options: dict[str, Any]) -> None:
+    """Base and bias that nearly cancel: a place of the bias is many of the logit, two are wrong."""
+    problem = make_problem(2, 3, 90, 16, bias_std=0.0, **options)
+    slots = problem.batch.slot_matrix()
+    row = int((slots[:, 1] >= 0).nonzero()[0])
+    candidate = 7
+    column = int(problem.head.target_ids(torch.tensor(candidate)))
+    problem.batch.base_logits[row, 1, candidate] = -1.0
+    want = problem.new_cache(0.0)
+    slot = int(slots[row, 1])
+    want[slot, 1, column] = 2.0**-6
+    at = torch.tensor([[slot, 1, column]])
+    for places, right in ((0, True), (1, True), (3, False)):
+        got = want.clone()
+        got[slot, 1, column] += places * 2.0**-7
+        assert within_a_place(problem, want, got, at).tolist() == [right]
+    got[slot, 1, column] = torch.nan
+    assert within_a_place(problem, want, got, at).tolist() == [False]

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from fused_markov import reference
-from fused_markov.batch import DraftBatch, DraftResult
+from fused_markov.batch import DraftBatch, DraftResult, cache_is_target_wide
 from fused_markov.engines import Plan, engine_types
 from fused_markov.head import MarkovHead
 from fused_markov.problems import Problem
-
-# On a GPU a library may add the products of the bias in another order than a kernel does.
-ULPS_ON_GPU = 1
 
 
 class Sampler(Protocol):
@@ -58,18 +55,41 @@ def compare(problem: Problem, sampler: Sampler, *, cached: bool = True) -> Verdi
     tokens = [problem.new_tokens() for _ in range(2)]
     want = reference.sample(problem.head, batch, caches[0], tokens[0], **sampler.plan.arithmetic())
     got = sampler.sample(batch, caches[1], tokens[1])
-    limit = ULPS_ON_GPU if problem.head.device.type == "cuda" else 0
     ulps = 0
     trouble = _first_difference("tokens", want.tokens, got.tokens)
     trouble = trouble or _first_difference("nonfinite", want.nonfinite, got.nonfinite)
     if caches[0] is not None and caches[1] is not None:
         distance = ulp_distance(caches[0], caches[1])
         ulps = int(distance.max()) if distance.numel() else 0
-        if ulps > limit:
-            at = (distance > limit).nonzero()[0].tolist()
-            want_value, got_value = caches[0][tuple(at)].item(), caches[1][tuple(at)].item()
-            trouble = trouble or f"cache{at}: expected {want_value!r}, got {got_value!r}"
+        wrong = distance.nonzero()
+        # On a GPU a library may add the products of the bias in another order than a kernel does.
+        if len(wrong) and problem.head.device.type == "cuda":
+            wrong = wrong[~within_a_place(problem, caches[0], caches[1], wrong)]
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            want_value, got_value = caches[0][at].item(), caches[1][at].item()
+            trouble = trouble or f"cache{list(at)}: expected {want_value!r}, got {got_value!r}"
     return Verdict(trouble, ulps, got.passes)
+
+
+def within_a_place(problem: Problem, want: Tensor, got: Tensor, at: Tensor) -> Tensor:
+    """bool ``[n]``: whether cached logits differ by a last place of their bias and of themselves.
+
+    A bias whose sum came out on the other side of a rounding differs by a place; where base and
+    bias nearly cancel, that is many places of the logit. ``at`` ``[n, 3]``: slot, step, column.
+    """
+    head, batch = problem.head, problem.batch
+    slot, step, column = at.unbind(1)
+    row = (batch.slot_matrix()[:, step] == slot).int().argmax(dim=0)
+    if head.id_map is not None and cache_is_target_wide(head, want.shape[2]):
+        candidates = torch.zeros(want.shape[2], dtype=torch.int64, device=at.device)
+        candidates[head.id_map] = torch.arange(head.draft_vocab, device=at.device)
+        column = candidates[column]
+    base = batch.base_logits[row, step, column.clamp_max(head.draft_vocab - 1)].float().abs()
+    expected, came = (cache[slot, step, at[:, 2]].float() for cache in (want, got))
+    place = torch.finfo(head.dtype).eps * (base + expected.abs())
+    place += torch.finfo(want.dtype).eps * expected.abs()
+    return (expected - came).abs() <= place  # not where one of them is not a number
 
 
 def usable_engines(head: MarkovHead, plan: Plan) -> list[str]:
