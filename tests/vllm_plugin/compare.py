@@ -25,6 +25,7 @@ import stubs
 import tiny
 import torch
 
+from fused_markov import DraftSampler
 from fused_markov.integrations import vllm as plugin
 
 SEEDS = (0, 1)
@@ -103,6 +104,36 @@ def no_collectives() -> Iterator[None]:
         yield
 
 
+def kinds(batch: Any, cache: Any = None, tokens: Any = None) -> list[str]:
+    """What compiles apart: the dtypes of a step's tensors, and which there are.
+
+    Not those of the logits: some cases have others than their weights, to see that it is right.
+    """
+    some = (batch.anchors, batch.positions, batch.temperature, batch.seeds, batch.slots, tokens)
+    return ["" if x is None else str(x.dtype) for x in some] + ["cache" * (cache is not None)]
+
+
+@contextmanager
+def warmed_up() -> Iterator[None]:
+    """What is sampled is what the sampler was warmed up for."""
+    warm, sample = DraftSampler.warmup, DraftSampler.sample
+    seen: list[list[str]] = []
+
+    def warmup(self: Any, *example: Any) -> None:
+        seen.append(kinds(*example))
+        warm(self, *example)
+
+    def sampled(self: Any, *step: Any) -> Any:
+        assert kinds(*step) in seen, f"warmed up for {seen}, asked for {kinds(*step)}"
+        return sample(self, *step)
+
+    with (
+        mock.patch.object(DraftSampler, "warmup", warmup),
+        mock.patch.object(DraftSampler, "sample", sampled),
+    ):
+        yield
+
+
 def run(
     module: Any, estimator: Any, case: tiny.Case, seed: int, plugged: bool
 ) -> tuple[dict[str, Any], Any]:
@@ -141,7 +172,8 @@ def compare(module: Any, estimator: Any, case: tiny.Case) -> dict[str, Any]:
     logged.clear()
     for seed in SEEDS:
         theirs, _ = run(module, estimator, case, seed, plugged=False)
-        ours, spec = run(module, estimator, case, seed, plugged=True)
+        with warmed_up():
+            ours, spec = run(module, estimator, case, seed, plugged=True)
         drafter = getattr(spec, plugin.DRAFTER)
         if drafter is not None:
             engine = drafter.sampler.engine

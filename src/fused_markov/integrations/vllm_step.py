@@ -50,7 +50,7 @@ class VllmDrafter:
             cache_convention=version.cache,
             draft_topk=draft_topk(speculator),
         )
-        self.sampler.warmup()
+        self.sampler.warmup(*self._example(speculator))
 
     @classmethod
     def for_speculator(
@@ -117,6 +117,17 @@ class VllmDrafter:
         _hand_over(self.model, base)
         self.counters.left(reason)
         return False
+
+    def _example(self, speculator: Any) -> tuple[DraftBatch, Tensor | None, Tensor]:
+        """A step as this speculator will ask for it, so that nothing else is compiled."""
+        shape = (1, speculator.num_speculative_steps, self.head.draft_vocab)
+        base = torch.empty(shape, dtype=self.head.dtype, device=self.head.device)
+        batch = self._batch(speculator, 1, base)
+        tokens, cache = speculator.draft_tokens[:1], speculator.draft_logits
+        estimated = getattr(speculator, "use_acceptance_estimator", False)
+        if cache is None and estimated:
+            return _own_rows(batch), base.to(self._result_dtype(batch)), tokens
+        return batch, cache, tokens
 
     def _batch(self, speculator: Any, num_reqs: int, base: Tensor) -> DraftBatch:
         """The speculator's buffers as a batch; every tensor of it is a view."""
