@@ -23,23 +23,19 @@ from fused_markov.bench.compare import compare
 from fused_markov.bench.floor import floor_bytes
 from fused_markov.bench.table import step_of
 from fused_markov.bench.timing import cold_copies, time_on_gpu
+from fused_markov.problem_features import with_successors, with_transform
 from fused_markov.problem_heads import with_heads
 from fused_markov.problems import Problem, make_problem
 from fused_markov.quantize import quantize
-from fused_markov.successors import find_successors
+from fused_markov.successors import COUNT
 from fused_markov.transforms import scaled_soft_cap
 
 Change = Callable[[Problem], Problem]
 
 
-def _head(**options: Any) -> Change:
-    """The problem with a head that differs in ``options`` alone."""
-
-    def change(problem: Problem) -> Problem:
-        head = problem.head
-        return replace(problem, head=fm.MarkovHead(head.w1, head.w2, **options))
-
-    return change
+def _scaled(problem: Problem) -> Problem:
+    head = problem.head
+    return replace(problem, head=fm.MarkovHead(head.w1, head.w2, scale=0.5))
 
 
 def _stored(name: str) -> Change:
@@ -65,12 +61,6 @@ def _batch(**values: Callable[[Problem], torch.Tensor | None]) -> Change:
     return change
 
 
-def _successors(problem: Problem) -> Problem:
-    head = problem.head
-    known = find_successors(head)
-    return replace(problem, head=fm.MarkovHead(head.w1, head.w2, successors=known))
-
-
 def _by_slot(value: float, dtype: torch.dtype = torch.float32) -> Callable[[Problem], torch.Tensor]:
     return lambda p: torch.full((p.num_slots,), value, dtype=dtype, device=p.head.device)
 
@@ -89,7 +79,7 @@ def _fp32_cache(problem: Problem) -> Problem:
 FEATURES: dict[str, tuple[Change, dict[str, Any]]] = {
     "plain": (lambda p: p, {}),
     "greedy": (_batch(temperature=lambda p: None, seeds=lambda p: None), {}),
-    "successors": (_successors, {}),
+    "successors": (lambda p: with_successors(p, COUNT), {}),
     "fp8": (_stored("fp8"), {}),
     "fp8-block": (_stored("fp8-block"), {}),
     "int8": (_stored("int8"), {}),
@@ -99,8 +89,8 @@ FEATURES: dict[str, tuple[Change, dict[str, Any]]] = {
     "confidence": (_heads(confidence="hidden"), {}),
     "confidence-markov": (_heads(confidence="markov"), {}),
     "bans": (_batch(bans=_bans), {}),
-    "transform": (_head(logit_transform=scaled_soft_cap(0.5, None)), {}),
-    "scale": (_head(scale=0.5), {}),
+    "transform": (lambda p: with_transform(p, scaled_soft_cap(0.5, None)), {}),
+    "scale": (_scaled, {}),
     "top-k": (_batch(top_k=_by_slot(50, torch.int32)), {}),
     "top-p": (_batch(top_p=_by_slot(0.95)), {}),
     "min-p": (_batch(min_p=_by_slot(0.02)), {}),

@@ -119,6 +119,11 @@ class DraftResult:
         return int(self.passes_tensor)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As people write it: ``bfloat16``, without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
 def cache_is_target_wide(head: MarkovHead, cache_width: int) -> bool:
     """Whether a cache of this width is indexed by target id (not by candidate)."""
     return head.id_map is None or cache_width >= head.vocab_size

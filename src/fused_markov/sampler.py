@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from fused_markov import noise
-from fused_markov.batch import DraftBatch, DraftResult, check_convention, check_inputs
+from fused_markov.batch import (
+    DraftBatch,
+    DraftResult,
+    check_convention,
+    check_inputs,
+    dtype_name,
+)
 from fused_markov.engines import Engine, Plan, engine_types
 from fused_markov.errors import ArgumentError, EngineUnavailableError
 from fused_markov.head import MarkovHead
@@ -16,10 +22,6 @@ from fused_markov.limited import check_draft_topk
 from fused_markov.traffic import peak_bytes_a_us, traffic
 
 logger = logging.getLogger("fused_markov")
-
-
-def dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 class DraftSampler:
@@ -201,10 +203,12 @@ class DraftSampler:
         peak = peak_bytes_a_us(self.head.device)
         at_peak = "" if peak is None else f", {least.total / peak:.1f} us at the memory's peak"
         drafts = "greedy" if batch.greedy else "with temperatures"
-        kept = "no cache" if cache is None else f"{dtype_name(cache)} cache of {cache.shape[2]}"
+        kept = (
+            "no cache" if cache is None else f"{dtype_name(cache.dtype)} cache of {cache.shape[2]}"
+        )
         return [
             f"{batch.rows} rows of {batch.steps} steps, {drafts}, "
-            f"{dtype_name(batch.base_logits)} base logits, {kept}",
+            f"{dtype_name(batch.base_logits.dtype)} base logits, {kept}",
             f"moves at least {least}{at_peak}",
             *self._engine.explain(batch, cache),
         ]

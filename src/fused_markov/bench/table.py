@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fused_markov import reference
+from fused_markov.batch import dtype_name
 from fused_markov.bench.compare import Sampler, compare, usable_engines
 from fused_markov.bench.floor import bytes_a_us, floor_bytes
 from fused_markov.bench.timing import (
@@ -96,7 +97,7 @@ def run_problems(
                 "steps": problems[0].batch.steps,
                 "vocab": head.draft_vocab,
                 "rank": head.rank,
-                "dtype": str(head.dtype).removeprefix("torch."),
+                "dtype": dtype_name(head.dtype),
                 "weights": head.weights.format,
                 "cached": cached,
                 "floor_bytes": size,

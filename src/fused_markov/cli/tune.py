@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fused_markov.batch import dtype_name
 from fused_markov.bench.search import LEAST_GAIN, Outcome, Trial, changes_of
 from fused_markov.bench.table import Spec
 from fused_markov.cli.bench import DTYPES, parse_dtype, parse_temperatures
@@ -138,7 +139,7 @@ def chosen_table(chosen: list[dict[str, Any]]) -> Table:
 
 
 def _title(engine: str, shape: Shape) -> str:
-    dtype = str(shape.dtype).removeprefix("torch.")
+    dtype = dtype_name(shape.dtype)
     size = f"V={shape.vocab} r={shape.rank} S={shape.steps} {dtype} T={shape.temperature}"
     return f"{engine}, {size}, {torch.cuda.get_device_name()}"
 

@@ -21,6 +21,7 @@ import torch
 import triton
 
 import fused_markov
+from fused_markov.batch import dtype_name
 from fused_markov.engines import Plan
 from fused_markov.engines.chips import architecture
 from fused_markov.engines.configs import OnePassConfig, PerStepConfig
@@ -88,7 +89,7 @@ def store(key: str, configs: Sequence[C], measured: dict[str, Any]) -> Path:
 
 def key_of(engine: str, head: MarkovHead, plan: Plan) -> str:
     """What an entry is for: all that the fastest configuration depends on."""
-    dtype = str(head.dtype).removeprefix("torch.")
+    dtype = dtype_name(head.dtype)
     if head.weights.quantized:
         dtype += f" with w2 in {head.weights.format}"
     return (
