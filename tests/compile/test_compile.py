@@ -123,3 +123,16 @@ def test_other_weights_compile(
 ) -> None:
     # sm_120 has the least shared memory.
     check(120, launches(engine, -1, MODES[0], rank, dtype, noise))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_product_starts_from_the_base_logits(engine: str) -> None:
+    """An fp32 bias is added to the base when it is summed: base + (a + b), not (base + a) + b."""
+    for launch in launches(engine, -1, MODES[0], 64, torch.float32):
+        lines = launch.compile(target(90)).asm["ttir"].splitlines()
+        zeros = {line.split("=")[0].strip() for line in lines if "dense<0.000000e+00>" in line}
+        products = [line for line in lines if "tt.dot " in line]
+        assert products or launch.name not in ("passes_kernel", "step_kernel")
+        for line in products:
+            start = line.split("tt.dot ")[1].split(",")[2].split()[0]
+            assert start in zeros or start.startswith("%acc"), f"{launch.name}: {line.strip()}"

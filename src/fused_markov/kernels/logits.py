@@ -43,7 +43,8 @@ def finish_logits(
         bias = rounded(bias * soft_cap, cfg.WEIGHT, cfg.PTX)
     if cfg.SCALED:
         bias = rounded(bias * scale, cfg.WEIGHT, cfg.PTX)
-    x = rounded(base + bias, cfg.LOGIT, cfg.PTX)
+    # Not base + bias: the compiler would start an fp32 sum of products from the base.
+    x = rounded(tl.fma(bias, 1.0, base), cfg.LOGIT, cfg.PTX)
     if cfg.TRANSFORM is not None:
         x = rounded(transformed(x, cfg), cfg.CACHE, cfg.PTX)
     elif cfg.CACHE != cfg.LOGIT:
