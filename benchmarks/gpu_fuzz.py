@@ -1,6 +1,8 @@
 """Random small problems: the GPU engines against the reference, to the bit.
 
     python benchmarks/gpu_fuzz.py --problems 10000 --seconds 100
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
+        python benchmarks/gpu_fuzz.py --problems 30 --heads 1
 
 Shapes come from a short table, so that little is compiled; rows, contents, strides, padding,
 not-a-numbers, ties and temperatures are drawn. Weights add up exactly in fp32 in whatever order, so
@@ -25,7 +27,6 @@ import fused_markov as fm
 from fused_markov.successors import find_successors
 
 ENGINES = ("one_pass", "per_step")
-HEADS = 4  # a shape's heads, drawn once: a head and its engines cost more than a problem
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class Problem:
 class Drawer:
     """Heads, samplers and problems of one kind."""
 
-    def __init__(self, kind: Kind, gen: torch.Generator) -> None:
+    def __init__(self, kind: Kind, gen: torch.Generator, heads: int) -> None:
         self.kind, self._gen = kind, gen
-        self._heads = [self._head() for _ in range(HEADS)]
+        self._heads = [self._head() for _ in range(heads)]
         self._noise_dtype = torch.float64 if kind.fp64 else torch.float32
         self._samplers = [
             [
@@ -126,7 +127,7 @@ class Drawer:
         return head
 
     def draw(self) -> tuple[Problem, list[fm.DraftSampler]]:
-        kind, index = self.kind, self._choice(HEADS)
+        kind, index = self.kind, self._choice(len(self._heads))
         rows, slots_count = 1 + self._choice(kind.max_rows), kind.max_rows + 2
         temperature = seeds = cache = None
         if kind.noise:
@@ -172,8 +173,8 @@ class Drawer:
         steps = torch.arange(self.kind.steps, device=self._gen.device)
         return torch.where(steps < live, slots.unsqueeze(1), -1)
 
-    def warmup(self) -> None:
-        for _ in range(3):
+    def warmup(self, problems: int) -> None:
+        for _ in range(problems):
             problem, samplers = self.draw()
             for sampler in samplers:
                 sampler.warmup(problem.batch, problem.cache)
@@ -185,14 +186,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=100.0, help="after compiling")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
+    # Drawn once: a head and its engines cost more than a problem.
+    parser.add_argument("--heads", type=int, default=4, help="heads of each shape")
     parser.add_argument("--show", type=int, default=20, help="differences to print")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     gen = torch.Generator(device=arguments.device).manual_seed(arguments.seed)
     start = time.perf_counter()
-    drawers = [Drawer(kind, gen) for kind in TABLE]
+    drawers = [Drawer(kind, gen, arguments.heads) for kind in TABLE]
     for drawer in drawers:
-        drawer.warmup()
+        drawer.warmup(arguments.heads)
     print(f"{len(TABLE)} kinds compiled in {time.perf_counter() - start:.0f} s", flush=True)
     found: Counter[str] = Counter()
     end, done = time.perf_counter() + arguments.seconds, 0

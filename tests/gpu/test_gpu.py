@@ -14,6 +14,9 @@ import torch
 
 import fused_markov as fm
 from fused_markov import reference
+from fused_markov.engines import Plan
+from fused_markov.engines.configs import ONE_PASS
+from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.problems import Problem, make_problem
 from fused_markov.successors import find_successors
 
@@ -101,6 +104,9 @@ CASES = (
     Case("step-major", SMALL, {"strides": "step-major"}),
     Case("smaller than a tile", (2, 2, 40, 16)),
     Case("fp32", SMALL, {"dtype": torch.float32}),
+    # In larger tiles a product could start from the base logits, which is another sum.
+    Case("fp32, several rows", (5, 5, 2000, 64), {"dtype": torch.float32}),
+    Case("fp32, many rows", (70, 3, 2000, 64), {"dtype": torch.float32}),
     Case("fp16", SMALL, {"dtype": torch.float16}),
     Case("bf16 head, fp32 base", SMALL, {"base_dtype": torch.float32}),
     Case("bf16 cache of fp32 logits", SMALL, CAST),
@@ -252,6 +258,24 @@ def first_rows(batch: fm.DraftBatch, rows: int) -> fm.DraftBatch:
         positions=batch.positions[:rows],
         slots=None if batch.slots is None else batch.slots[:rows],
     )
+
+
+def test_launches_of_different_sizes() -> None:
+    """The grid barrier counts programs, and configurations have different numbers of them."""
+    small = replace(ONE_PASS[0], block_v=32, stages=2, check_registers=128)
+    configs = (
+        replace(small, max_row_steps=5, programs_per_sm=2),
+        replace(small, max_row_steps=1 << 30, programs_per_sm=3),
+    )
+    problem = exact(7, 5, 2000, 64)
+    engine = OnePassEngine(problem.head, Plan(7, 5, torch.float32), configs)
+    for rows in (1, 7, 1, 7, 7, 1):
+        batch = first_rows(problem.batch, rows)
+        want_cache, cache = problem.new_cache(), problem.new_cache()
+        want = reference.sample(problem.head, batch, want_cache)
+        got = engine.sample(batch, cache, None)
+        assert_same(got.tokens, want.tokens, "tokens")
+        assert_same(cache, want_cache, "cache")
 
 
 @pytest.mark.parametrize("cached", [True, False])

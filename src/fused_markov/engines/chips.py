@@ -24,6 +24,7 @@ class Chip:
         row_bytes: the longest rows of W1 that a check keeps in registers.
         chain_bytes: bytes of a row of W2 that a chain's step multiplies at a time.
         ptx: whether kernels may hold NVIDIA's instructions.
+        guess_apart: whether a check scores a row's guess before it looks for better tokens.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Chip:
     ptx: bool
     row_bytes: int = 1024
     chain_bytes: int = 128
+    guess_apart: bool = True
 
     def options(self, num_warps: int, registers: int = 0) -> dict[str, Any]:
         """Launch options of a kernel; ``registers``: the most of a thread, 0 for no limit."""
@@ -53,9 +55,10 @@ NVIDIA = Chip("sm_90", ONE_PASS, PER_STEP, cooperative=True, ptx=True, chain_byt
 INTERPRETER = Chip("interpreter", ONE_PASS, PER_STEP, cooperative=False, ptx=False)
 
 # HIP runs a cooperative launch on another queue, between two barriers across queues: not before
-# somebody has seen what that costs inside a graph. Checks and settlings are launched apart.
+# somebody has seen what that costs inside a graph. Checks and settlings are launched apart. Scoring
+# guesses apart takes 20 registers more, and half the programs of gfx950 with them.
 AMD = {
-    name: Chip(name, *configs, cooperative=False, ptx=False)
+    name: Chip(name, *configs, cooperative=False, ptx=False, guess_apart=False)
     for name, configs in AMD_CONFIGS.items()
 }
 # See `configs_amd`.

@@ -16,11 +16,11 @@ class OnePassConfig:
         chunks: parts of the vocabulary that are guessed apart.
         guess_m: row-steps that a guessing program looks at side by side.
         lanes: tokens that it looks at side by side.
-        guess_stages: such looks in flight.
         guess_warps: warps of a guessing program.
         predecessors: predecessors whose links a program finds at once; 0: no links, chains.
-        link_warps: warps of a program that links, or follows a chain.
-        link_stages: parts of the rank that it loads ahead.
+        link_warps: warps of a program that links.
+        chain_warps: warps of a program that follows a chain.
+        link_stages: parts of the rank that either loads ahead.
         block_m: row-steps of a check's tile.
         block_v: candidates of a check's tile, for 512 bytes a row of W2.
         stages: tiles in flight.
@@ -33,10 +33,10 @@ class OnePassConfig:
     chunks: int
     guess_m: int
     lanes: int
-    guess_stages: int
     guess_warps: int
     predecessors: int
     link_warps: int
+    chain_warps: int
     link_stages: int
     block_m: int
     block_v: int
@@ -68,10 +68,10 @@ ONE_PASS = (
         chunks=64,
         guess_m=1,
         lanes=2048,
-        guess_stages=1,
         guess_warps=4,
         predecessors=16,
         link_warps=4,
+        chain_warps=8,
         link_stages=3,
         block_m=16,
         block_v=64,
@@ -86,10 +86,10 @@ ONE_PASS = (
         chunks=32,
         guess_m=2,
         lanes=512,
-        guess_stages=1,
         guess_warps=4,
         predecessors=32,
         link_warps=4,
+        chain_warps=8,
         link_stages=3,
         block_m=64,
         block_v=64,
@@ -101,13 +101,13 @@ ONE_PASS = (
     # Any number. So many links cost more than one program a row that follows its chain.
     OnePassConfig(
         max_row_steps=1 << 30,
-        chunks=32,
+        chunks=16,
         guess_m=4,
-        lanes=256,
-        guess_stages=1,
+        lanes=512,
         guess_warps=4,
         predecessors=0,
-        link_warps=8,
+        link_warps=4,
+        chain_warps=8,
         link_stages=3,
         block_m=64,
         block_v=64,

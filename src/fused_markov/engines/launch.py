@@ -128,10 +128,12 @@ def least_piece(head: MarkovHead) -> int:
     return 32 if head.weights.format == NVFP4 else 16
 
 
-def piece_of_chain(head: MarkovHead, chip: Chip) -> int:
-    """Part of the rank that a chain's step multiplies at a time: ``chip.chain_bytes`` a row."""
+def piece_of_chain(head: MarkovHead, chip: Chip, wider: int) -> int:
+    """Part of the rank that a chain's step multiplies at a time: ``chip.chain_bytes`` a row of W2,
+    less where there are ``wider`` times as many.
+    """
     whole = max(least_piece(head), int(triton.next_power_of_2(head.rank)))
-    piece = min(chip.chain_bytes // head.dtype.itemsize, whole)
+    piece = min(max(chip.chain_bytes // (wider * head.dtype.itemsize), least_piece(head)), whole)
     return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
 
 

@@ -76,6 +76,7 @@ class OnePassEngine(TritonEngine):
     def shape_for(self, config: OnePassConfig, batch: DraftBatch, cache: Tensor | None) -> Shape:
         known = self._head.successors
         successors = 0 if known is None else known.shape[1]
+        width = triton.next_power_of_2(CANDIDATES + successors)
         return make_shape(
             self._head,
             self._chip,
@@ -86,13 +87,14 @@ class OnePassEngine(TritonEngine):
             CHUNKS=config.chunks,
             GUESS_M=config.guess_m,
             LANES=config.lanes,
-            GUESS_STAGES=config.guess_stages,
+            GUESS_APART=self._chip.guess_apart,
             PREDECESSORS=config.predecessors,
             SUCCESSORS=successors,
-            SUCCESSORS_P2=max(16, triton.next_power_of_2(successors)),
             LINK_K=piece_of_rank(self._head),
             LINK_STAGES=config.link_stages,
-            CHAIN_K=piece_of_chain(self._head, self._chip),
+            CHAIN_K=piece_of_chain(self._head, self._chip, width // CANDIDATES),
+            CHAIN_STAGES=config.link_stages,
+            CHAIN_WIDTH=width,
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, self._head),
             BLOCK_K=block_k(self._head, self._chip),
@@ -126,17 +128,18 @@ class OnePassEngine(TritonEngine):
         guesses = triton.cdiv(row_steps, config.guess_m) * config.chunks
         programs = self._multiprocessors * self._programs_per_sm(io, shape, config)
         launch(guess_kernel, guesses, io, scratch, shape, **self._options(config.guess_warps))
-        link_options = self._options(config.link_warps)
         if self._chains(shape, config):
-            launch(chain_kernel, io.rows, io, scratch, shape, **link_options)
+            chain_options = self._options(config.chain_warps)
+            launch(chain_kernel, io.rows, io, scratch, shape, **chain_options)
         else:
             links = row_steps * (CANDIDATES // config.predecessors)
+            link_options = self._options(config.link_warps)
             launch(link_kernel, links, io, scratch, shape, **link_options)
         options = self._check_options(config)
         if self._cooperative:
             launch(passes_kernel, programs, io, scratch, shape, **options)
             return
-        settle_options = self._options(config.link_warps)  # the same product
+        settle_options = self._options(config.chain_warps)  # the same product
         for index in range(shape.PASSES):
             launch(check_kernel, programs, io, scratch, index, shape, **options)
             if shape.SHAPED:
@@ -186,6 +189,8 @@ def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) 
         start=new(plan.max_rows),
         num_active=new(2 * plan.steps + 1),
         row_prev=new(m),
+        row_guess=new(m),
+        row_step=new(m),
         row_need=new(m, dtype=torch.float32),
         row_temp=new(m, dtype=torch.float32),
         row_state=new(m),
@@ -193,8 +198,9 @@ def _allocate(head: MarkovHead, plan: Plan, configs: tuple[OnePassConfig, ...]) 
         row_base=new(m, dtype=torch.int64),
         row_cache=new(m, dtype=torch.int64),
         place=new(m),
-        best=new(places, dtype=plan.noise_dtype),
-        best_id=new(places),
+        winner=new(m, dtype=torch.int64),
+        best=new(places if plan.noise_dtype == torch.float64 else 1, dtype=plan.noise_dtype),
+        best_id=new(places if plan.noise_dtype == torch.float64 else 1),
         parts=new(1),
         arrivals=new(1, dtype=torch.int64),
         passes=new(1, dtype=torch.int64),

@@ -17,6 +17,7 @@ LENGTHS = {
     "guess_warps": 1,
     "predecessors": 16,
     "link_warps": 1,
+    "chain_warps": 1,
     "block_m": 16,
     "block_v": 16,
     "check_warps": 1,

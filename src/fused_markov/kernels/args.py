@@ -71,25 +71,29 @@ class Scratch(NamedTuple):
     link_sure: Any  # [M, C] fp32 and its `sure`
     links_left: Any  # [R] int32 link work items finished of a row, to find the last one
     guess: Any  # [M] int32 guessed token
+    before: Any  # [M] int32 the token before each row-step, as guessed
     sure: Any  # [M] fp32 score from which the gated check's winner is the winner
     start: Any  # [R] int32 steps settled so far
     # What a check reads: a list of records of row-steps, in no particular order.
     place: Any  # [M] int32 where in the list a row-step stands
     num_active: Any  # [PASSES + 1] int32 its length, by pass
     row_prev: Any  # [M] int32 previous token that the check assumes
+    row_guess: Any  # [M] int32 candidate that was guessed
+    row_step: Any  # [M] int32 its row-step
     row_need: Any  # [M] fp32 score a token must be able to reach to matter
     row_temp: Any  # [M] fp32 temperature
     row_state: Any  # [M] int32 hash state (uint32 bits)
     row_state64: Any  # [M] int32 second hash state, for fp64 noise
     row_base: Any  # [M] int64 offset of its base logits
     row_cache: Any  # [M] int64 offset of its cached logits
-    best: Any  # [parts, blocks * BLOCK_M] fp32 or fp64 best score in each part of the vocabulary
+    winner: Any  # [M] int64 best score and target id of a row-step, as `rows.packed`; 0: none
+    # In its place with fp64 scores, which leave no room for an id:
+    best: Any  # [parts, blocks * BLOCK_M] fp64 best score in each part of the vocabulary
     best_id: Any  # [parts, blocks * BLOCK_M] int32 their target ids
     parts: Any  # [1] int32 how many parts the last check had
     arrivals: Any  # [1] int64 grid barrier
     passes: Any  # [1] int64 result: passes over W2
     state: Any = None  # [M, rank] a variant's state after each row-step (VARIANT)
-    before: Any = None  # [M] int32 the token before each row-step, as guessed (VARIANT)
     row_ban: Any = None  # [M] int64 offset of its bans, for a record as above
     shaped: Any = None  # [M] fp32 or fp64 best score of a shaped row-step (SHAPED)
     shaped_id: Any = None  # [M] int32 its target id; -1: the row-step is not shaped
@@ -178,14 +182,15 @@ class Shape(NamedTuple):
     CHUNKS: int = 0  # parts of the vocabulary, each guessed by one work item
     GUESS_M: int = 0  # row-steps a work item looks at side by side
     LANES: int = 0  # tokens a work item looks at side by side
-    GUESS_STAGES: int = 0  # such looks in flight
+    GUESS_APART: bool = False  # a check scores a row's guess before it looks for better tokens
     # link
     PREDECESSORS: int = 0  # candidates of the step before that a work item links
     SUCCESSORS: int = 0  # successors a token, or none are known
-    SUCCESSORS_P2: int = 0  # so, rounded up to a power of two
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight
     CHAIN_K: int = 0  # part of the rank that a chain's step multiplies at a time
+    CHAIN_STAGES: int = 0  # such parts in flight
+    CHAIN_WIDTH: int = 0  # CANDIDATES + SUCCESSORS, rounded up to a power of two
     STREAM: str = "vllm-0.33"  # name of the noise stream
     TEMPERED: bool = False  # the cache holds logits divided by temperature
     # a head with a variant

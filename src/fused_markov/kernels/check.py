@@ -17,6 +17,7 @@ from fused_markov.kernels.rows import (
     as_scalar,
     below_vocab,
     merge_best,
+    packed,
     target_id,
     token_key,
 )
@@ -45,7 +46,9 @@ def _load_rows(scratch, block, count, cfg: tl.constexpr):
         if cfg.FP64:
             state64 = tl.load(scratch.row_state64 + i, mask=live, other=0)
             state64 = state64.to(tl.uint32, bitcast=True)
-    return prev, live, base, cache, temp, need, state, state64, ban
+    guess = tl.load(scratch.row_guess + i, mask=live, other=NO_ID)
+    step = tl.load(scratch.row_step + i, mask=live, other=0)
+    return prev, live, base, cache, temp, need, state, state64, ban, guess, step
 
 
 @triton.jit
@@ -55,6 +58,12 @@ def gate(best):
     finite = tl.abs(best) < 3.0e38
     # Finite from below, so that a logit of -inf never passes.
     return tl.maximum(tl.where(finite, best - tl.abs(best) * 1e-5 - 1e-3, best), -3.0e38)
+
+
+@triton.jit
+def _demand(need, best):
+    """``need``, raised to what ``best`` demands; finite, so that +inf still passes beside +inf."""
+    return tl.minimum(tl.maximum(need, gate(best)), 3.0e38)
 
 
 @triton.jit
@@ -93,6 +102,40 @@ def _best_greedy(x, tid, in_vocab, cfg: tl.constexpr):
 
 
 @triton.jit
+def _either(bits, other):
+    return bits | other
+
+
+@triton.jit
+def _turns_with_guesses(rows, first, stride, cfg: tl.constexpr):
+    """Bit i of 64: some row's guess is in the i-th tile of a walk, or 64, 128... tiles later."""
+    tile = rows[9] // cfg.BLOCK_V
+    turn = ((tile - first) // stride) % 64
+    mine = rows[1] & (rows[9] != NO_ID) & (tile % stride == first)
+    bits = tl.full([], 1, tl.uint64) << turn.to(tl.uint64)
+    return tl.reduce(tl.where(mine, bits, 0), 0, _either)
+
+
+@triton.jit
+def _score_guesses(io, x, tile, rows, best, best_id, cfg: tl.constexpr):
+    """The rows' guesses in this tile beside their best scores and ids, and ``x`` without them.
+
+    A guess is what would pass the gate: alone it would cost a look at the whole tile.
+    """
+    live, temp, state, state64, guess = rows[1], rows[4], rows[6], rows[7], rows[9]
+    v = tile * cfg.BLOCK_V + tl.arange(0, cfg.BLOCK_V)
+    mine = live & (guess // cfg.BLOCK_V == tile)
+    here = mine[:, None] & (v[None, :] == guess[:, None])
+    z = tl.max(tl.where(here, x, float("-inf")), axis=1)
+    tid = target_id(io, guess, mine, cfg)
+    if cfg.NOISE:
+        z = scores(z, temp, gumbel(state, state64, tid, cfg), cfg)
+    z = tl.where(mine, z, float("-inf"))
+    best, best_id = merge_best(best, best_id, z, tl.where(z > float("-inf"), tid, NO_ID))
+    return tl.where(here, float("-inf"), x), best, best_id
+
+
+@triton.jit
 def _bias(io, embed, prev, live, tile, in_vocab, cfg: tl.constexpr):
     """fp32 [BLOCK_M, BLOCK_V] products; ``embed``: W1's rows where a block is the whole rank."""
     lane = tl.arange(0, cfg.BLOCK_V)
@@ -117,8 +160,11 @@ def _bias(io, embed, prev, live, tile, in_vocab, cfg: tl.constexpr):
 
 
 @triton.jit
-def _finish_tile(io, x, key, tile, in_vocab, rows, best, best_id, need, cfg: tl.constexpr):
-    """A tile's logits into the cache; best score, its id and what the gate demands from here on."""
+def _finish_tile(io, x, key, tile, in_vocab, rows, best, best_id, need, guessed, cfg: tl.constexpr):
+    """A tile's logits into the cache; best score, its id and what the gate demands from here on.
+
+    ``guessed``: whether a row's guess may be here.
+    """
     live, cache_at, temp, state, state64 = rows[1], rows[3], rows[4], rows[6], rows[7]
     lane = tl.arange(0, cfg.BLOCK_V)
     v = tile * cfg.BLOCK_V + lane
@@ -134,6 +180,10 @@ def _finish_tile(io, x, key, tile, in_vocab, rows, best, best_id, need, cfg: tl.
         tl.store(io.cache + at, kept.to(cfg.CACHE), mask=inside)
     if not cfg.EVEN:
         x = tl.where(in_vocab[None, :], x, float("-inf"))
+    if cfg.GUESS_APART:
+        if guessed:
+            x, best, best_id = _score_guesses(io, x, tile, rows, best, best_id, cfg)
+            need = _demand(need, best)
     if cfg.NOISE:
         inverse, most, per_bit = bound_terms(temp)
         terms = (inverse, most - need, per_bit)
@@ -148,7 +198,7 @@ def _finish_tile(io, x, key, tile, in_vocab, rows, best, best_id, need, cfg: tl.
         else:
             top, top_id = _best_greedy(x, tid, in_vocab, cfg)
         best, best_id = merge_best(best, best_id, top, top_id)
-        need = tl.maximum(need, gate(best))
+        need = _demand(need, best)
     return best, best_id, need
 
 
@@ -161,7 +211,7 @@ def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
     way while this one is finished.
 
     ``rows``: previous tokens, whether there is a row, offsets of base and cache, temperatures, what
-    the gate demands, hash states, offsets of bans.
+    the gate demands, hash states, offsets of bans, guesses.
     """
     prev, live, base_at, need = rows[0], rows[1], rows[2], rows[5]
     embed = tl.zeros([16, 16], cfg.WEIGHT)
@@ -172,6 +222,9 @@ def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
             embed = embed_of(io, prev, live, cfg)
     best = tl.full([cfg.BLOCK_M], float("-inf"), tl.float64 if cfg.FP64 else tl.float32)
     best_id = tl.full([cfg.BLOCK_M], NO_ID, tl.int32)
+    turns = tl.full([], 0, tl.uint64)
+    if cfg.GUESS_APART:
+        turns = _turns_with_guesses(rows, first, stride, cfg)
     lane = tl.arange(0, cfg.BLOCK_V)
     for i in tl.range(first, tl.cdiv(io.vocab, cfg.BLOCK_V), stride, num_stages=cfg.STAGES):
         tile = as_scalar(i)
@@ -191,8 +244,9 @@ def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
             x = ban_tile(io, x, rows[8], v, live, in_vocab, float("-inf"), cfg)
         if io.vocab > 0:  # always; what is under an `if` comes after the loads of the tiles ahead
             best, best_id, need = _finish_tile(
-                io, x, key, tile, in_vocab, rows, best, best_id, need, cfg
+                io, x, key, tile, in_vocab, rows, best, best_id, need, turns & 1 != 0, cfg
             )
+        turns = (turns >> 1) | (turns << 63)
     return best, best_id
 
 
@@ -214,8 +268,15 @@ def check_all(io, scratch, pid, programs, count, cfg: tl.constexpr):
         part, block = as_scalar(item) // blocks, as_scalar(item) % blocks
         rows = _load_rows(scratch, block, count, cfg)
         best, best_id = check_tiles(io, rows, part, parts, cfg)
-        at = (part * blocks + block) * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
-        tl.store(scratch.best + at, best, mask=rows[1])
-        tl.store(scratch.best_id + at, best_id, mask=rows[1])
-    if pid == 0:
+        i = block * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
+        if cfg.FP64:
+            at = part * blocks * cfg.BLOCK_M + i
+            tl.store(scratch.best + at, best, mask=rows[1])
+            tl.store(scratch.best_id + at, best_id, mask=rows[1])
+        else:
+            # Most programs found nothing that passed the gate.
+            found = rows[1] & (best_id != NO_ID)
+            winner = packed(best, best_id)
+            tl.atomic_max(scratch.winner + rows[10], winner, mask=found, sem="relaxed")
+    if cfg.FP64 and pid == 0:
         tl.store(scratch.parts, parts)

@@ -16,8 +16,8 @@ def _load_acquire(pointer):
 def grid_barrier(arrivals):
     """Wait until every program of a cooperative launch has come here.
 
-    ``arrivals`` is one int64 that only grows, so that it needs no reset: a program's ticket tells
-    which round it is in. Release on arrival and acquire on leaving make plain stores visible.
+    ``arrivals`` is one int64 that only grows, from 0 at the launch: a program's ticket tells which
+    round it is in. Release on arrival and acquire on leaving make plain stores visible.
     """
     tl.debug_barrier()
     size = tl.num_programs(0).to(tl.int64)

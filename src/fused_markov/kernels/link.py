@@ -74,21 +74,34 @@ def load_row_noise(io, m, slot, cfg: tl.constexpr):
 
 
 @triton.jit
-def scored(io, m, noise, acc, v, tid, inside, cfg: tl.constexpr):
-    """Scores and logits [p, n] of the candidates ``v`` [n] of row-step ``m`` that are ``inside``.
+def load_terms(io, m, noise, v, tid, inside, cfg: tl.constexpr):
+    """Base logits and noise [n] of candidates ``v`` of row-step ``m``; ``tid``: their target ids.
 
-    ``acc`` [p, n]: products of W2's rows with each predecessor's of W1; ``tid``: target ids.
+    Asked for before the product with W2, so that one waits for both together.
     """
-    temp, state, state64 = noise
+    _temp, state, state64 = noise
     at = base_offset(io, m // cfg.STEPS, m % cfg.STEPS, cfg)
     base = tl.load(io.base + at + v, mask=inside, other=float("-inf")).to(tl.float32)
+    added = base
+    if cfg.NOISE:
+        added = gumbel(state, state64, tid, cfg)
+    return base, added
+
+
+@triton.jit
+def scored(io, m, temp, acc, terms, tid, inside, cfg: tl.constexpr):
+    """Scores and logits [p, n] of the candidates of row-step ``m`` that are ``inside``.
+
+    ``acc`` [p, n]: products of W2's rows with each predecessor's of W1; ``terms``: of `load_terms`.
+    """
+    base, added = terms
     x = finish_logits(acc, base[None, :], io.scale, io.soft_cap, cfg)
     if cfg.TRANSFORM is not None:
         x = tl.where(inside[None, :], x, float("-inf"))
     if cfg.BANNED:
         x = ban_candidates(io, x, m, tid, inside, cfg)
     if cfg.NOISE:
-        z = scores(x, temp, gumbel(state, state64, tid, cfg)[None, :], cfg)
+        z = scores(x, temp, added[None, :], cfg)
     else:
         z = tl.where(x == x, x, float("-inf"))
     return z, x
@@ -100,11 +113,12 @@ def best_of(io, m, noise, prev, v, inside, cfg: tl.constexpr):
     ``prev``: its score, target id and logit, each like ``prev``.
     """
     tid = target_id(io, v, inside, cfg)
+    terms = load_terms(io, m, noise, v, tid, inside, cfg)
     if cfg.FORMAT == "plain":
         acc = product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
     else:
         acc = stored_product(io, prev, v, prev >= 0, inside, cfg.LINK_K, cfg.LINK_STAGES, cfg)
-    z, x = scored(io, m, noise, acc, v, tid, inside, cfg)
+    z, x = scored(io, m, noise[0], acc, terms, tid, inside, cfg)
     top = tl.max(z, axis=1)
     winners = (z == top[:, None]) & inside[None, :]
     token = tl.min(tl.where(winners, tid[None, :], NO_ID), axis=1)

@@ -13,7 +13,7 @@ from fused_markov.kernels.link import link_item
 from fused_markov.kernels.rows import as_scalar, load_anchor, load_slot
 from fused_markov.kernels.settle import settle_all
 from fused_markov.kernels.shape import shape_all
-from fused_markov.kernels.walk import load_row, walk_row
+from fused_markov.kernels.walk import walk_row
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
@@ -23,7 +23,10 @@ def guess_kernel(io, scratch, cfg: tl.constexpr):
         WIDTH: tl.constexpr = cfg.PASSES + 1
         for i in tl.static_range(WIDTH):
             tl.store(scratch.num_active + i, 0)
-        tl.store(scratch.passes, tl.full([], 0, tl.int64))
+        nothing = tl.full([], 0, tl.int64)
+        tl.store(scratch.passes, nothing)
+        # A launch before may have had another number of programs.
+        tl.store(scratch.arrivals, nothing)
     guess_all(io, scratch, pid, tl.num_programs(0), cfg)
 
 
@@ -38,14 +41,13 @@ def link_kernel(io, scratch, cfg: tl.constexpr):
         m, part = as_scalar(item) // parts, item % parts
         r = m // cfg.STEPS
         slot = load_slot(io, r, m % cfg.STEPS, True)
-        row = load_row(io, r, r * 0, cfg)
         if slot >= 0:
             link_item(io, scratch, m, slot, part, cfg)
         tl.debug_barrier()
         if tl.atomic_add(scratch.links_left + r, 1, sem="acq_rel", scope="gpu") == per_row - 1:
             tl.debug_barrier()
             tl.store(scratch.links_left + r, 0)
-            walk_row(io, scratch, r, row, cfg)
+            walk_row(io, scratch, r, cfg)
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
@@ -53,7 +55,10 @@ def chain_kernel(io, scratch, cfg: tl.constexpr):
     """In place of links and walk: each row's chain of guesses, a program a row."""
     r = tl.program_id(0)
     anchor = load_anchor(io, r, r >= 0)
-    chain_row(io, scratch, r, r * 0, anchor, r >= 0, scratch.num_active, cfg)
+    PIECE: tl.constexpr = cfg.CHAIN_K
+    STAGES: tl.constexpr = cfg.CHAIN_STAGES
+    counter = scratch.num_active
+    chain_row(io, scratch, r, r * 0, anchor, r >= 0, counter, PIECE, STAGES, cfg)
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])

@@ -61,7 +61,7 @@ def _sample_part(io, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
     if cfg.BANNED:
         ban = ban_offset(io, tl.where(live, slot, 0), step)
     need = tl.where(live, LOWEST, float("inf"))
-    rows = (prev, live, base_at, cache_at, temp, need, state, state64, ban)
+    rows = (prev, live, base_at, cache_at, temp, need, state, state64, ban, prev)
     first = tl.where(tl.max(live.to(tl.int32), axis=0) > 0, pid, io.vocab)
     return check_tiles(io, rows, first, parts, cfg)
 

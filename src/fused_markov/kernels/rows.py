@@ -110,6 +110,28 @@ def winner_of_parts(
 
 
 @triton.jit
+def packed(best, best_id):
+    """fp32 scores and ids as one int64 each, which rises with the score and falls with the id.
+
+    Above 0 but for no id at all. One zero, as for scores that are compared.
+    """
+    bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)
+    # As integers, floats rise where they are positive and fall below.
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + (1 << 31)
+    return (key << 31) | (-best_id + NO_ID).to(tl.int64)
+
+
+@triton.jit
+def unpacked(winner):
+    """Scores and ids that `packed` made."""
+    key = ((winner >> 31) - (1 << 31)).to(tl.int32)
+    best = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+    none = winner == 0
+    best_id = -(winner & 0x7FFFFFFF).to(tl.int32) + NO_ID
+    return tl.where(none, float("-inf"), best), tl.where(none, NO_ID, best_id)
+
+
+@triton.jit
 def merge_best(best, best_id, other, other_id):
     """The better of two scores and its id; the lower id where they are equal."""
     take = (other > best) | ((other == best) & (other_id < best_id))

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 
 from fused_markov.kernels.chain import chain_row
-from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, winner_of_parts
+from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, unpacked, winner_of_parts
 from fused_markov.kernels.shape import shaped_winner
-from fused_markov.kernels.variant import token_before
 
 PARTS_AT_ONCE = tl.constexpr(512)
 
@@ -23,16 +22,22 @@ def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
     all_steps = s < cfg.STEPS
     start = tl.load(scratch.start + r)
     slot = load_slot(io, r + 0 * s, s, all_steps)
-    place = tl.load(scratch.place + m, mask=all_steps, other=0)
     guess = tl.load(scratch.guess + m, mask=all_steps, other=0)
-    parts = tl.load(scratch.parts)
+    winner = tl.load(scratch.winner + m, mask=all_steps, other=0)
     sure_from = tl.load(scratch.sure + m, mask=all_steps, other=0.0)
     if start < cfg.STEPS:
         live = (s >= start) & (slot >= 0)
-        width = tl.cdiv(count, cfg.BLOCK_M) * cfg.BLOCK_M
-        best, token = winner_of_parts(
-            scratch, 0, parts, width, place, live, PARTS_AT_ONCE, cfg.FP64
-        )
+        if cfg.FP64:
+            place = tl.load(scratch.place + m, mask=live, other=0)
+            width = tl.cdiv(count, cfg.BLOCK_M) * cfg.BLOCK_M
+            parts = tl.load(scratch.parts)
+            best, token = winner_of_parts(
+                scratch, 0, parts, width, place, live, PARTS_AT_ONCE, True
+            )
+        else:
+            best, token = unpacked(winner)
+            tl.debug_barrier()  # several threads load the same
+            tl.store(scratch.winner + m, winner * 0, mask=all_steps)
         if cfg.SHAPED:
             best, token, taken = shaped_winner(scratch, m, live, best, token, cfg)
             sure_from = tl.where(taken, float("-inf"), sure_from)
@@ -49,11 +54,13 @@ def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
         tl.store(io.nonfinite + m, (tl.abs(best) < float("inf")) == 0, mask=done)
         if end < cfg.STEPS:
             if unsure > 0:
-                listed = tl.sum(tl.where(s == first, place, 0), axis=0)
-                prev = token_before(scratch, r, first, listed, cfg)
+                prev = tl.load(scratch.before + r * cfg.STEPS + first)
             else:
                 prev = tl.sum(tl.where(s == first, token, 0), axis=0)
-            chain_row(io, scratch, r, end, prev, unsure == 0, counter, cfg)
+            # Few: a guess here is rare, and its registers are the whole check's.
+            STAGES: tl.constexpr = 2 if cfg.PTX else 1
+            gated = unsure == 0
+            chain_row(io, scratch, r, end, prev, gated, counter, cfg.LINK_K, STAGES, cfg)
         else:
             tl.store(scratch.start + r, end)
 

@@ -130,18 +130,3 @@ def embed_row(io, scratch, r, step, prev, cfg: tl.constexpr):
         c = as_scalar(first)
         embed_columns(io, scratch, m, prev + 0 * m, live, carried, only, c, ROW_COLUMNS, cfg)
     tl.debug_barrier()
-
-
-@triton.jit
-def keep_before(io, scratch, r, s, inside, before, cfg: tl.constexpr):
-    """Keep the tokens before row ``r``'s steps: with a variant the check's records have none."""
-    tl.store(scratch.before + r * cfg.STEPS + s, before, mask=inside)
-
-
-@triton.jit
-def token_before(scratch, r, s, place, cfg: tl.constexpr):
-    """The token that row ``r``'s step ``s``, at ``place`` of the list, was checked after."""
-    if cfg.VARIANT > 0:
-        return tl.load(scratch.before + r * cfg.STEPS + s)
-    else:
-        return tl.load(scratch.row_prev + place)

@@ -12,6 +12,7 @@ from fused_markov.kernels.rows import (
     load_slot,
     target_id,
 )
+from fused_markov.kernels.variant import embed_index
 
 
 @triton.jit
@@ -38,11 +39,13 @@ def places(live, counter):
 
 
 @triton.jit
-def store_records(io, scratch, r, start, row, place, guess, prev, need, sure, cfg: tl.constexpr):
+def store_records(
+    io, scratch, r, start, row, place, guess, number, prev, need, sure, cfg: tl.constexpr
+):
     """Put row ``r``'s steps from ``start`` on, as guessed, on the list of the coming check.
 
-    ``row``, ``place``: of `load_row` and `places`; ``guess``, ``prev``, ``need``, ``sure``
-    [STEPS_P2]: tokens, their predecessors, gates.
+    ``row``, ``place``: of `load_row` and `places`; ``guess``, ``number``, ``prev``, ``need``,
+    ``sure`` [STEPS_P2]: tokens, as target ids and as candidates, their predecessors, gates.
     """
     s, inside, slot, live, temp, state, state64 = row
     m = r * cfg.STEPS + s
@@ -53,7 +56,10 @@ def store_records(io, scratch, r, start, row, place, guess, prev, need, sure, cf
         tl.store(scratch.row_state + place, state.to(tl.int32, bitcast=True), mask=live)
         if cfg.FP64:
             tl.store(scratch.row_state64 + place, state64.to(tl.int32, bitcast=True), mask=live)
-    tl.store(scratch.row_prev + place, prev, mask=live)
+    tl.store(scratch.row_prev + place, embed_index(m, prev, cfg), mask=live)
+    tl.store(scratch.before + m, prev, mask=live)
+    tl.store(scratch.row_guess + place, number, mask=live)
+    tl.store(scratch.row_step + place, m, mask=live)
     tl.store(scratch.row_base + place, base_offset(io, r + 0 * s, s, cfg), mask=live)
     if cfg.CACHED:
         at = cache_offset(io, tl.where(live, slot, 0), s, cfg)
@@ -86,8 +92,9 @@ def _follow(scratch, r, s, cfg: tl.constexpr):
 
 
 @triton.jit
-def walk_row(io, scratch, r, row, cfg: tl.constexpr):
-    """Guess row ``r``, which `load_row` gave, from its anchor on, by its links."""
+def walk_row(io, scratch, r, cfg: tl.constexpr):
+    """Guess row ``r`` from its anchor on, by its links."""
+    row = load_row(io, r, r * 0, cfg)
     s, inside, live = row[0], row[1], row[3]
     place = places(live, scratch.num_active)
     m = r * cfg.STEPS + s
@@ -101,4 +108,4 @@ def walk_row(io, scratch, r, row, cfg: tl.constexpr):
     guess = tl.where(live, target_id(io, v, live, cfg), 0)
     prev = tl.sum(tl.where(before, guess[None, :], 0), axis=1)
     prev = tl.where(s == 0, load_anchor(io, r, r >= 0), prev)
-    store_records(io, scratch, r, r * 0, row, place, guess, prev, need, sure, cfg)
+    store_records(io, scratch, r, r * 0, row, place, guess, v, prev, need, sure, cfg)
