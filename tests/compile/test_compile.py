@@ -43,10 +43,10 @@ MATRIX = [
 
 @functools.cache
 def head(
-    rank: int = RANK, dtype: torch.dtype = torch.bfloat16, successors: bool = False
+    rank: int = RANK, dtype: torch.dtype = torch.bfloat16, successors: int = 0
 ) -> fm.MarkovHead:
     w1, w2 = (torch.empty(VOCAB, rank, dtype=dtype) for _ in range(2))
-    known = torch.zeros(1, COUNT, dtype=torch.int32).expand(VOCAB, -1) if successors else None
+    known = torch.zeros(1, successors, dtype=torch.int32).expand(VOCAB, -1) if successors else None
     return fm.MarkovHead(w1, w2, successors=known)
 
 
@@ -79,7 +79,7 @@ def launches(
     rank: int = RANK,
     dtype: torch.dtype = torch.bfloat16,
     noise_dtype: torch.dtype = torch.float32,
-    successors: bool = False,
+    successors: int = 0,
 ) -> list[Launch]:
     """What the engine launches to warm up for a mode: one launch of each kernel."""
     of = head(rank, dtype, successors)
@@ -104,9 +104,20 @@ def test_compiles(capability: int, engine: str, index: int, mode: str) -> None:
 
 @pytest.mark.parametrize("index", range(len(ONE_PASS)))
 def test_chains_compile(index: int) -> None:
-    found = launches("one_pass", index, MODES[0], successors=True)
+    found = launches("one_pass", index, MODES[0], successors=COUNT)
     assert "chain_kernel" in {launch.name for launch in found}
     check(90, found)
+
+
+@pytest.mark.parametrize("successors", [0, COUNT, 4 * COUNT])
+def test_wider_chains_take_no_more_of_a_check(successors: int) -> None:
+    """What settling again multiplies stays within what its program has for tiles."""
+    for dtype in (torch.bfloat16, torch.float32):
+        found = launches("one_pass", -1, MODES[0], dtype=dtype, successors=successors)
+        passes = next(launch for launch in found if launch.name == "passes_kernel")
+        shared = passes.compile(target(90)).metadata.shared
+        # Two programs a multiprocessor, and a KiB that each costs.
+        assert 2 * (shared + 1024) <= SHARED[90] + 1024, f"{dtype}: {shared} bytes"
 
 
 # What has code or tiles of its own: wide rows of W2, fp32 products, fp64 noise.

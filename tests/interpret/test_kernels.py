@@ -196,6 +196,27 @@ def test_nothing_finite_beside_a_winner_in_a_late_tile(name: str) -> None:
     assert got.tokens.flatten().tolist() == [0, 190]
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_mask_of_the_lowest_number_is_finite(name: str) -> None:
+    case = Case("", (2, 1, 201, 16), {"temperature": "greedy"})
+    problem = problem_of(case)
+    problem.batch.base_logits.fill_(torch.finfo(torch.float32).min)
+    problem.head.w2.zero_()
+    got = check(name, problem, case)
+    assert got.tokens.flatten().tolist() == [0, 0]
+    assert not got.nonfinite.any()
+
+
+def test_winners_of_a_step_that_was_not_finished_count_no_more() -> None:
+    case = Case("", (3, 2, 201, 16), {})
+    problem = problem_of(case)
+    want = reference.sample(problem.head, problem.batch, problem.new_cache())
+    engine = engine_of("one_pass", problem.head, 3, 2)
+    engine._scratch.winner.fill_((1 << 63) - 1)  # above every score
+    got, _ = run(engine, problem, True)
+    assert torch.equal(got.tokens, want.tokens)
+
+
 # So strong a bias that the base says nothing: only the successors find the chain in one pass.
 @pytest.mark.parametrize("temperature", ["greedy", "mixed"])
 @pytest.mark.parametrize("rows", [1, 5])

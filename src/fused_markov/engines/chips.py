@@ -49,8 +49,7 @@ class Chip:
 
 
 # Measured on sm_90 and used for every NVIDIA GPU; the interpreter takes the same tiles.
-# With 128 bytes a chain's step the passes' registers spill: 71.1 us for 61.9 at one row with
-# successors. On gfx1100 they do with 256.
+# A chain's step waits for each piece: the fewer the better. gfx1100 spills with 256 bytes.
 NVIDIA = Chip("sm_90", ONE_PASS, PER_STEP, cooperative=True, ptx=True, chain_bytes=256)
 INTERPRETER = Chip("interpreter", ONE_PASS, PER_STEP, cooperative=False, ptx=False)
 

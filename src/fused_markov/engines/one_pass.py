@@ -19,6 +19,7 @@ from fused_markov.engines.launch import (
     block_v,
     compiled_for,
     launch,
+    least_piece,
     make_shape,
     multiprocessors,
     piece_of_chain,
@@ -92,6 +93,9 @@ class OnePassEngine(TritonEngine):
             SUCCESSORS=successors,
             LINK_K=piece_of_rank(self._head),
             LINK_STAGES=config.link_stages,
+            SETTLE_K=max(
+                piece_of_rank(self._head) // (width // CANDIDATES), least_piece(self._head)
+            ),
             CHAIN_K=piece_of_chain(self._head, self._chip, width // CANDIDATES),
             CHAIN_STAGES=config.link_stages,
             CHAIN_WIDTH=width,
@@ -139,7 +143,7 @@ class OnePassEngine(TritonEngine):
         if self._cooperative:
             launch(passes_kernel, programs, io, scratch, shape, **options)
             return
-        settle_options = self._options(config.chain_warps)  # the same product
+        settle_options = self._options(config.chain_warps)
         for index in range(shape.PASSES):
             launch(check_kernel, programs, io, scratch, index, shape, **options)
             if shape.SHAPED:

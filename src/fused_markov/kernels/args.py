@@ -188,6 +188,7 @@ class Shape(NamedTuple):
     SUCCESSORS: int = 0  # successors a token, or none are known
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight
+    SETTLE_K: int = 0  # the same where a check's program follows a chain
     CHAIN_K: int = 0  # part of the rank that a chain's step multiplies at a time
     CHAIN_STAGES: int = 0  # such parts in flight
     CHAIN_WIDTH: int = 0  # CANDIDATES + SUCCESSORS, rounded up to a power of two

@@ -1,8 +1,8 @@
 """Check: one pass over W2 gives every listed row-step's logits after its assumed previous token.
 
-A tile multiplies embeddings [BLOCK_M, rank] by candidates [rank, BLOCK_V], adds the base, stores
-the cache and leaves the tile's best score and token. The noise is gated: a token whose hash bounds
-its noise below what the guess demands is never looked at again.
+A tile multiplies embeddings [BLOCK_M, rank] by candidates [rank, BLOCK_V], adds the base and stores
+the cache. The noise is gated: a token whose hash bounds its noise below what the guess demands is
+never looked at again. What passes goes into each row-step's winner.
 """
 
 import triton
@@ -13,6 +13,7 @@ from fused_markov.kernels.link import product, rows_of
 from fused_markov.kernels.logits import finish_logits
 from fused_markov.kernels.noise import bound_terms, gumbel, reach, scores, tempered_logits
 from fused_markov.kernels.rows import (
+    LOWEST_NEED,
     NO_ID,
     as_scalar,
     below_vocab,
@@ -56,8 +57,7 @@ def gate(best):
     """What a token must be able to reach to beat ``best``: a little less, for rounding."""
     best = best.to(tl.float32)
     finite = tl.abs(best) < 3.0e38
-    # Finite from below, so that a logit of -inf never passes.
-    return tl.maximum(tl.where(finite, best - tl.abs(best) * 1e-5 - 1e-3, best), -3.0e38)
+    return tl.maximum(tl.where(finite, best - tl.abs(best) * 1e-5 - 1e-3, best), LOWEST_NEED)
 
 
 @triton.jit
@@ -211,7 +211,8 @@ def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
     way while this one is finished.
 
     ``rows``: previous tokens, whether there is a row, offsets of base and cache, temperatures, what
-    the gate demands, hash states, offsets of bans, guesses.
+    the gate demands, hash states, offsets of bans, guesses; of listed row-steps also their
+    numbers.
     """
     prev, live, base_at, need = rows[0], rows[1], rows[2], rows[5]
     embed = tl.zeros([16, 16], cfg.WEIGHT)

@@ -11,6 +11,7 @@ from fused_markov.kernels.bans import ban_offset
 from fused_markov.kernels.check import check_tiles
 from fused_markov.kernels.fill import fill_unmapped
 from fused_markov.kernels.rows import (
+    LOWEST_NEED,
     NO_ID,
     as_scalar,
     base_offset,
@@ -24,7 +25,6 @@ from fused_markov.kernels.shape import shaped_winner
 from fused_markov.kernels.variant import ROWS, STEP_COLUMNS, embed_columns, embed_index
 
 PARTS_AT_ONCE = tl.constexpr(32)
-LOWEST = tl.constexpr(-3.0e38)  # finite, so that a logit of -inf never passes the gate
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _sample_part(io, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
         temp, state, state64 = load_noise(io, r, step, slot, live, cfg)
     if cfg.BANNED:
         ban = ban_offset(io, tl.where(live, slot, 0), step)
-    need = tl.where(live, LOWEST, float("inf"))
+    need = tl.where(live, LOWEST_NEED, float("inf"))
     rows = (prev, live, base_at, cache_at, temp, need, state, state64, ban, prev)
     first = tl.where(tl.max(live.to(tl.int32), axis=0) > 0, pid, io.vocab)
     return check_tiles(io, rows, first, parts, cfg)

@@ -6,6 +6,8 @@ import triton.language as tl
 from fused_markov.kernels.noise import FP64_DOMAIN, row_state
 
 NO_ID = tl.constexpr(2147483647)
+# fp32's lowest number: what passes a gate is above -inf.
+LOWEST_NEED = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def winner_of_parts(
 def packed(best, best_id):
     """fp32 scores and ids as one int64 each, which rises with the score and falls with the id.
 
-    Above 0 but for no id at all. One zero, as for scores that are compared.
+    Always above 0, which stands for none. One zero, as for scores that are compared.
     """
     bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)
     # As integers, floats rise where they are positive and fall below.

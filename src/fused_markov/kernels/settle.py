@@ -11,7 +11,7 @@ from fused_markov.kernels.chain import chain_row
 from fused_markov.kernels.rows import NO_ID, as_scalar, load_slot, unpacked, winner_of_parts
 from fused_markov.kernels.shape import shaped_winner
 
-PARTS_AT_ONCE = tl.constexpr(512)
+PARTS_AT_ONCE = tl.constexpr(512)  # of a table of fp64 scores
 
 
 @triton.jit
@@ -36,8 +36,6 @@ def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
             )
         else:
             best, token = unpacked(winner)
-            tl.debug_barrier()  # several threads load the same
-            tl.store(scratch.winner + m, winner * 0, mask=all_steps)
         if cfg.SHAPED:
             best, token, taken = shaped_winner(scratch, m, live, best, token, cfg)
             sure_from = tl.where(taken, float("-inf"), sure_from)
@@ -60,7 +58,7 @@ def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
             # Few: a guess here is rare, and its registers are the whole check's.
             STAGES: tl.constexpr = 2 if cfg.PTX else 1
             gated = unsure == 0
-            chain_row(io, scratch, r, end, prev, gated, counter, cfg.LINK_K, STAGES, cfg)
+            chain_row(io, scratch, r, end, prev, gated, counter, cfg.SETTLE_K, STAGES, cfg)
         else:
             tl.store(scratch.start + r, end)
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from fused_markov.kernels.bans import ban_offset
 from fused_markov.kernels.rows import (
+    LOWEST_NEED,
     base_offset,
     cache_offset,
     load_anchor,
@@ -49,8 +50,7 @@ def store_records(
     """
     s, inside, slot, live, temp, state, state64 = row
     m = r * cfg.STEPS + s
-    # Finite, so that a logit of -inf never passes the gate.
-    tl.store(scratch.row_need + place, tl.maximum(need, -3.0e38), mask=live)
+    tl.store(scratch.row_need + place, tl.maximum(need, LOWEST_NEED), mask=live)
     if cfg.NOISE:
         tl.store(scratch.row_temp + place, temp, mask=live)
         tl.store(scratch.row_state + place, state.to(tl.int32, bitcast=True), mask=live)
@@ -69,6 +69,7 @@ def store_records(
         tl.store(scratch.row_ban + place, at, mask=live)
     tl.store(scratch.place + m, place, mask=live)
     tl.store(scratch.sure + m, sure, mask=live)
+    tl.store(scratch.winner + m, m.to(tl.int64) * 0, mask=live)
     tl.store(scratch.guess + m, guess, mask=inside)
     tl.store(scratch.start + r, start)
     token_at = r.to(tl.int64) * io.token_row + s.to(tl.int64) * io.token_step
