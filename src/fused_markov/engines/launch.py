@@ -117,10 +117,13 @@ def block_k(head: MarkovHead, chip: Chip) -> int:
     return piece_of_rank(head)
 
 
-def piece_of_rank(head: MarkovHead) -> int:
-    """Part of the rank that a loop multiplies at a time; one scale is for all of it."""
+def piece_of_rank(head: MarkovHead, wider: int = 1) -> int:
+    """Part of the rank that a loop multiplies at a time, less where there are ``wider`` times as
+    many candidates; one scale is for all of it.
+    """
     piece = min(64, max(least_piece(head), int(triton.next_power_of_2(head.rank))))
-    return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
+    piece = min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
+    return max(piece // wider, least_piece(head))
 
 
 def least_piece(head: MarkovHead) -> int:

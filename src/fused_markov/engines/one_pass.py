@@ -19,7 +19,6 @@ from fused_markov.engines.launch import (
     block_v,
     compiled_for,
     launch,
-    least_piece,
     make_shape,
     multiprocessors,
     piece_of_chain,
@@ -93,9 +92,7 @@ class OnePassEngine(TritonEngine):
             SUCCESSORS=successors,
             LINK_K=piece_of_rank(self._head),
             LINK_STAGES=config.link_stages,
-            SETTLE_K=max(
-                piece_of_rank(self._head) // (width // CANDIDATES), least_piece(self._head)
-            ),
+            SETTLE_K=piece_of_rank(self._head, width // CANDIDATES),
             CHAIN_K=piece_of_chain(self._head, self._chip, width // CANDIDATES),
             CHAIN_STAGES=config.link_stages,
             CHAIN_WIDTH=width,
