@@ -20,6 +20,7 @@ from fused_markov.successors import (
     find_successors,
     load_successors,
     save_successors,
+    successor_biases,
 )
 
 
@@ -43,6 +44,17 @@ def test_a_nan_is_nobodys_successor() -> None:
     w2[3] = float("nan")
     found = find_successors(fm.MarkovHead(torch.randn(20, 4), w2), 19)
     assert not (found == 3).any()
+
+
+@pytest.mark.parametrize("stored", ["plain", "fp8-block"])
+def test_their_biases_stand_beside_them(stored: str) -> None:
+    problem = make_problem(1, 2, 3000, 256, weights=stored)
+    head = problem.head
+    head.successors = find_successors(head, 50)
+    biases = successor_biases(head)
+    assert biases.dtype == head.dtype
+    want = head.bias(torch.arange(head.vocab_size)).gather(1, head.successors.long())
+    assert torch.allclose(biases.float(), want.float(), rtol=2 * torch.finfo(head.dtype).eps)
 
 
 @pytest.mark.parametrize("vocab", [300, 70_000])

@@ -62,7 +62,7 @@ def test_neighbourhood_is_valid(which: str) -> None:
     ("change", "reason"),
     [
         ({"block_v": 48}, "block_v = 48 is no power of two"),
-        ({"block_m": 8}, "block_m = 8 is below 16"),
+        ({"block_m": 4}, "block_m = 4 is below 8"),
         ({"stages": 0}, "stages = 0 is below 1"),
         ({"check_registers": 999}, "check_registers = 999 is above 512"),
         ({"predecessors": 256}, "predecessors = 256 is above 128"),
@@ -176,8 +176,8 @@ def test_buckets() -> None:
     def ends(configs, max_rows, steps):
         return [(b.low, b.high) for b in buckets(configs, max_rows, steps)]
 
-    assert ends(ONE_PASS, 64, 5) == [(1, 3), (4, 12), (13, 64)]
-    assert ends(ONE_PASS, 2, 5) == [(1, 2)]
+    assert ends(ONE_PASS, 64, 5) == [(1, 1), (2, 3), (4, 12), (13, 64)]
+    assert ends(ONE_PASS, 2, 5) == [(1, 1), (2, 2)]
     assert ends(ONE_PASS, 8, 20) == [(1, 3), (4, 8)]
     assert ends(PER_STEP, 64, 5) == [(1, 16), (17, 64)]
 

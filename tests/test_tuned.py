@@ -102,7 +102,7 @@ def without(name: str) -> list[dict[str, Any]]:
         (changed(stages="2"), "no whole number"),
         (changed(stages=True), "no whole number"),
         (changed(block_v=48), "no power of two"),
-        (changed(max_row_steps=8), "other numbers of rows"),
+        (changed(max_row_steps=6), "other numbers of rows"),
         (changed()[:1], "other numbers of rows"),
         ([], "other numbers of rows"),
         ([3], "no list of configurations"),

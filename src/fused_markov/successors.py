@@ -23,6 +23,8 @@ COUNT = 48
 
 # Predecessors whose bias rows are held at a time.
 ROWS_AT_ONCE = 64
+# Predecessors and successors whose products are taken at a time.
+PAIRS_AT_ONCE = 1 << 16
 
 
 @torch.no_grad()
@@ -42,6 +44,20 @@ def find_successors(head: MarkovHead, count: int = COUNT) -> Tensor:
         rows = slice(low, min(low + ROWS_AT_ONCE, head.vocab_size))
         bias = head.bias(torch.arange(rows.start, rows.stop, device=head.device))
         found[rows] = bias.float().nan_to_num(-torch.inf).topk(count, dim=1).indices.int()
+    return found
+
+
+@torch.no_grad()
+def successor_biases(head: MarkovHead) -> Tensor:
+    """``[vocab_size, L]`` biases of a head's successors in w1's dtype, before cap and scale."""
+    assert head.successors is not None
+    found = torch.empty(head.successors.shape, dtype=head.dtype, device=head.device)
+    at_once = PAIRS_AT_ONCE // head.successors.shape[1] + 1
+    for low in range(0, head.vocab_size, at_once):
+        rows = slice(low, low + at_once)
+        known, embed = head.successors[rows], head.w1[rows].float()
+        weights = head.weights.dequantized(known.flatten())
+        found[rows] = (weights.view(*known.shape, -1) @ embed.unsqueeze(2)).squeeze(2)
     return found
 
 

@@ -11,8 +11,8 @@ from aot import SHARED, Launch, distinct, recorded, target
 import fused_markov as fm
 from fused_markov.batch import DraftBatch
 from fused_markov.engines import Plan
-from fused_markov.engines.chips import NVIDIA
-from fused_markov.engines.configs import ONE_PASS, PER_STEP
+from fused_markov.engines.chips import nvidia
+from fused_markov.engines.configs import CANDIDATES, ONE_PASS, PER_STEP
 from fused_markov.engines.one_pass import OnePassEngine
 from fused_markov.engines.per_step import PerStepEngine
 from fused_markov.successors import COUNT
@@ -51,13 +51,13 @@ def head(
 
 
 def engine_of(
-    name: str, index: int, plan: Plan, of: fm.MarkovHead
+    name: str, index: int, plan: Plan, of: fm.MarkovHead, capability: int = 90
 ) -> OnePassEngine | PerStepEngine:
     """The engine as on an NVIDIA GPU, with one configuration."""
-    config = CONFIGS[name][index]
+    config, chip = CONFIGS[name][index], nvidia(capability // 10)
     if name == "per_step":
-        return PerStepEngine(of, plan, (config,), chip=NVIDIA)
-    return OnePassEngine(of, plan, (config,), chip=NVIDIA)
+        return PerStepEngine(of, plan, (config,), chip=chip)
+    return OnePassEngine(of, plan, (config,), chip=chip)
 
 
 def examples(
@@ -80,11 +80,12 @@ def launches(
     dtype: torch.dtype = torch.bfloat16,
     noise_dtype: torch.dtype = torch.float32,
     successors: int = 0,
+    capability: int = 90,
 ) -> list[Launch]:
     """What the engine launches to warm up for a mode: one launch of each kernel."""
     of = head(rank, dtype, successors)
     with recorded() as found:
-        engine = engine_of(name, index, Plan(3, STEPS, noise_dtype), of)
+        engine = engine_of(name, index, Plan(3, STEPS, noise_dtype), of, capability)
         engine.warmup(*examples(mode, of, 3, dtype))
     return list(distinct(found).values())
 
@@ -99,18 +100,31 @@ def check(capability: int, found: list[Launch]) -> None:
 
 @pytest.mark.parametrize(("capability", "engine", "index", "mode"), MATRIX)
 def test_compiles(capability: int, engine: str, index: int, mode: str) -> None:
-    check(capability, launches(engine, index, mode))
+    check(capability, launches(engine, index, mode, capability=capability))
 
 
-@pytest.mark.parametrize("index", range(len(ONE_PASS)))
-def test_chains_compile(index: int) -> None:
-    found = launches("one_pass", index, MODES[0], successors=COUNT)
-    assert "chain_kernel" in {launch.name for launch in found}
-    check(90, found)
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("index", [0, len(ONE_PASS) - 1])
+def test_chains_compile(index: int, capability: int) -> None:
+    found = launches("one_pass", index, MODES[0], successors=COUNT, capability=capability)
+    chains = [launch for launch in found if launch.name == "chain_kernel"]
+    assert chains
+    check(capability, chains)
 
 
-@pytest.mark.parametrize("successors", [0, COUNT, 4 * COUNT])
-def test_wider_chains_take_no_more_of_a_check(successors: int) -> None:
+@pytest.mark.parametrize("rank", [128, 256])
+def test_a_chain_asks_for_rows_of_w2_a_step_ahead(rank: int) -> None:
+    """Two steps' rows lie in shared memory, and the loop over steps copies into it."""
+    found = launches("one_pass", -1, MODES[0], rank, successors=COUNT)
+    chain = next(launch for launch in found if launch.name == "chain_kernel")
+    compiled = chain.compile(target(90))
+    assert compiled.metadata.shared >= 2 * CANDIDATES * rank * 2
+    loop = compiled.asm["ttgir"].split("scf.for")[1]
+    assert "async_copy_global_to_local" in loop
+
+
+@pytest.mark.parametrize("successors", [0, 4 * COUNT])
+def test_settling_again_takes_no_more_than_a_check(successors: int) -> None:
     """What settling again multiplies stays within what its program has for tiles."""
     for dtype in (torch.bfloat16, torch.float32):
         found = launches("one_pass", -1, MODES[0], dtype=dtype, successors=successors)
@@ -133,7 +147,7 @@ def test_other_weights_compile(
     engine: str, rank: int, dtype: torch.dtype, noise: torch.dtype
 ) -> None:
     # sm_120 has the least shared memory.
-    check(120, launches(engine, -1, MODES[0], rank, dtype, noise))
+    check(120, launches(engine, -1, MODES[0], rank, dtype, noise, capability=120))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -23,7 +23,9 @@ class Chip:
         cooperative: whether the one-pass engine launches cooperatively.
         row_bytes: the longest rows of W1 that a check keeps in registers.
         chain_bytes: bytes of a row of W2 that a chain's step multiplies at a time.
+        ahead_bytes: the longest rows of W2 that a chain loads a step ahead, whole.
         ptx: whether kernels may hold NVIDIA's instructions.
+        descriptors: whether tiles can be loaded through tensor descriptors.
         guess_apart: whether a check scores a row's guess before it looks for better tokens.
     """
 
@@ -32,8 +34,10 @@ class Chip:
     per_step: tuple[PerStepConfig, ...]
     cooperative: bool
     ptx: bool
+    descriptors: bool = False
     row_bytes: int = 1024
     chain_bytes: int = 128
+    ahead_bytes: int = 0
     guess_apart: bool = True
 
     def options(self, num_warps: int, registers: int = 0) -> dict[str, Any]:
@@ -50,7 +54,22 @@ class Chip:
 
 # Measured on sm_90 and used for every NVIDIA GPU; the interpreter takes the same tiles.
 # A chain's step waits for each piece: the fewer the better. gfx1100 spills with 256 bytes.
-NVIDIA = Chip("sm_90", ONE_PASS, PER_STEP, cooperative=True, ptx=True, chain_bytes=256)
+NVIDIA = Chip(
+    "sm_90",
+    ONE_PASS,
+    PER_STEP,
+    cooperative=True,
+    ptx=True,
+    descriptors=True,
+    chain_bytes=256,
+    ahead_bytes=512,
+)
+# By the capability's major number, where a newer chip's data would not do: before sm_90 there are
+# no descriptors; sm_86, sm_89 and sm_120 have 99 KiB of shared memory, two steps of a chain 128.
+OTHER_NVIDIA = {
+    8: replace(NVIDIA, name="sm_80", descriptors=False, ahead_bytes=0),
+    12: replace(NVIDIA, name="sm_120", ahead_bytes=0),
+}
 INTERPRETER = Chip("interpreter", ONE_PASS, PER_STEP, cooperative=False, ptx=False)
 
 # HIP runs a cooperative launch on another queue, between two barriers across queues: not before
@@ -69,8 +88,13 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return INTERPRETER
     if torch.version.hip is None:
-        return NVIDIA
+        return nvidia(torch.cuda.get_device_capability(device)[0])
     return AMD[nearest(architecture(device))]
+
+
+def nvidia(major: int) -> Chip:
+    """The kind of an NVIDIA GPU of compute capability ``major``."""
+    return OTHER_NVIDIA[8] if major < 8 else OTHER_NVIDIA.get(major, NVIDIA)
 
 
 def architecture(device: torch.device) -> str:

@@ -60,9 +60,26 @@ class PerStepConfig:
 
 # Chosen on one H200 (docs/performance.md), V=129280, rank 256, S=5, bf16, T=1.
 ONE_PASS = (
-    # Up to 16 row-steps. Links want many small work items; a check's tile of 16 rows wastes the
-    # least. Two programs a multiprocessor with two tiles of 32 KiB each on their way fill the
-    # memory's pipe.
+    # Up to 8 row-steps, mostly one request: a check's tile of 8 rows wastes the least.
+    OnePassConfig(
+        max_row_steps=8,
+        chunks=64,
+        guess_m=1,
+        lanes=2048,
+        guess_warps=4,
+        predecessors=16,
+        link_warps=4,
+        chain_warps=8,
+        link_stages=3,
+        block_m=8,
+        block_v=64,
+        stages=3,
+        check_warps=4,
+        programs_per_sm=2,
+        check_registers=240,
+    ),
+    # Up to 16 row-steps. Links want many small work items. Two programs a multiprocessor with two
+    # tiles of 32 KiB each on their way fill the memory's pipe.
     OnePassConfig(
         max_row_steps=16,
         chunks=64,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_markov import noise
 from fused_markov.batch import DraftBatch, cache_is_target_wide, logits_dtype
@@ -19,6 +20,7 @@ from fused_markov.engines.chips import Chip, architecture
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import HiddenInputs, Inputs, Shape
 from fused_markov.shaping import is_shaped
+from fused_markov.successors import successor_biases
 from fused_markov.weights import NVFP4
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -117,13 +119,10 @@ def block_k(head: MarkovHead, chip: Chip) -> int:
     return piece_of_rank(head)
 
 
-def piece_of_rank(head: MarkovHead, wider: int = 1) -> int:
-    """Part of the rank that a loop multiplies at a time, less where there are ``wider`` times as
-    many candidates; one scale is for all of it.
-    """
+def piece_of_rank(head: MarkovHead) -> int:
+    """Part of the rank that a loop multiplies at a time; one scale is for all of it."""
     piece = min(64, max(least_piece(head), int(triton.next_power_of_2(head.rank))))
-    piece = min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
-    return max(piece // wider, least_piece(head))
+    return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
 
 
 def least_piece(head: MarkovHead) -> int:
@@ -131,13 +130,22 @@ def least_piece(head: MarkovHead) -> int:
     return 32 if head.weights.format == NVFP4 else 16
 
 
-def piece_of_chain(head: MarkovHead, chip: Chip, wider: int) -> int:
-    """Part of the rank that a chain's step multiplies at a time: ``chip.chain_bytes`` a row of W2,
-    less where there are ``wider`` times as many.
-    """
+def piece_of_chain(head: MarkovHead, chip: Chip) -> int:
+    """Part of the rank that a chain's step multiplies at a time: ``chip.chain_bytes`` a row."""
     whole = max(least_piece(head), int(triton.next_power_of_2(head.rank)))
-    piece = min(max(chip.chain_bytes // (wider * head.dtype.itemsize), least_piece(head)), whole)
+    piece = min(max(chip.chain_bytes // head.dtype.itemsize, least_piece(head)), whole)
     return min(piece, head.weights.block[1]) if head.weights.parts > 1 else piece
+
+
+def chain_ahead(head: MarkovHead, chip: Chip) -> bool:
+    """Whether a chain's step finds its rows of W2 on chip, asked for a step ahead."""
+    whole = int(triton.next_power_of_2(head.rank))
+    return (
+        head.rank == whole >= 16
+        and whole * head.dtype.itemsize <= chip.ahead_bytes
+        and head.variant is None
+        and not head.weights.quantized
+    )
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,7 @@ class HeadData:
     w2_scale: Tensor
     w2_groups: Tensor
     w2_words: Tensor
+    successor_biases: Tensor
 
 
 def head_data(head: MarkovHead, stream: str = noise.STREAM) -> HeadData:
@@ -158,12 +167,18 @@ def head_data(head: MarkovHead, stream: str = noise.STREAM) -> HeadData:
     if head.id_map is None:
         none = torch.zeros(1, dtype=torch.int64, device=head.device)
         keys = noise.token_keys(torch.arange(head.draft_vocab, device=head.device), stream)
-        return HeadData(none, none.to(torch.int32), keys, *_stored(head, keys))
+        return HeadData(none, none.to(torch.int32), keys, *_stored(head, keys), _biases(head, keys))
     unmapped = torch.ones(head.vocab_size, dtype=torch.bool, device=head.device)
     unmapped[head.id_map] = False
     holes = unmapped.nonzero().squeeze(1).to(torch.int32)
     keys = noise.token_keys(head.id_map, stream)
-    return HeadData(head.id_map.contiguous(), holes, keys, *_stored(head, keys))
+    ids = head.id_map.contiguous()
+    return HeadData(ids, holes, keys, *_stored(head, keys), _biases(head, keys))
+
+
+def _biases(head: MarkovHead, unused: Tensor) -> Tensor:
+    known = head.successors is not None and head.variant is None
+    return successor_biases(head) if known else unused
 
 
 def _stored(head: MarkovHead, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -203,6 +218,24 @@ def per_word(head: MarkovHead, chip: Chip, block_m: int, block_k: int) -> int:
     return count if fits else 0
 
 
+def described(head: MarkovHead, chip: Chip, block_k: int) -> bool:
+    """Whether W2's tiles can be loaded through a tensor descriptor: rows of a power of two."""
+    return (
+        chip.descriptors
+        and not head.weights.quantized
+        and block_k == head.rank
+        and head.weights.data.data_ptr() % 16 == 0
+    )
+
+
+def w2_tiles(head: MarkovHead, io: Inputs, shape: Shape) -> Any:
+    """The descriptor of W2's tiles, or what stands in for it."""
+    if not shape.DESCRIBED:
+        return io.w2
+    rows = head.weights.data[: head.draft_vocab]
+    return TensorDescriptor.from_tensor(rows, [shape.BLOCK_V, shape.BLOCK_K])
+
+
 def make_inputs(
     head: MarkovHead,
     data: HeadData,
@@ -228,6 +261,7 @@ def make_inputs(
         holes=data.holes,
         keys=data.keys,
         successors=data.keys if head.successors is None else head.successors,
+        successor_biases=data.successor_biases,
         base=base,
         anchors=batch.anchors,
         positions=batch.positions,
@@ -322,6 +356,7 @@ def make_shape(
         SCALE_RANK=head.weights.block[1] if head.weights.parts > 1 else 0,
         SCALE_PARTS=head.weights.parts,
         PER_WORD=per_word(head, chip, tiles["BLOCK_M"], tiles["BLOCK_K"]),
+        DESCRIBED=described(head, chip, tiles["BLOCK_K"]),
         **tiles,
     )
 

@@ -17,6 +17,7 @@ from fused_markov.engines.gpu_heads import new_state
 from fused_markov.engines.launch import (
     block_k,
     block_v,
+    chain_ahead,
     compiled_for,
     launch,
     make_shape,
@@ -24,6 +25,7 @@ from fused_markov.engines.launch import (
     piece_of_chain,
     piece_of_rank,
     resident_programs,
+    w2_tiles,
 )
 from fused_markov.engines.reasons import guess_lines
 from fused_markov.engines.tuned import choose
@@ -75,8 +77,6 @@ class OnePassEngine(TritonEngine):
 
     def shape_for(self, config: OnePassConfig, batch: DraftBatch, cache: Tensor | None) -> Shape:
         known = self._head.successors
-        successors = 0 if known is None else known.shape[1]
-        width = triton.next_power_of_2(CANDIDATES + successors)
         return make_shape(
             self._head,
             self._chip,
@@ -89,13 +89,12 @@ class OnePassEngine(TritonEngine):
             LANES=config.lanes,
             GUESS_APART=self._chip.guess_apart,
             PREDECESSORS=config.predecessors,
-            SUCCESSORS=successors,
+            SUCCESSORS=0 if known is None else known.shape[1],
             LINK_K=piece_of_rank(self._head),
             LINK_STAGES=config.link_stages,
-            SETTLE_K=piece_of_rank(self._head, width // CANDIDATES),
-            CHAIN_K=piece_of_chain(self._head, self._chip, width // CANDIDATES),
+            CHAIN_K=piece_of_chain(self._head, self._chip),
             CHAIN_STAGES=config.link_stages,
-            CHAIN_WIDTH=width,
+            CHAIN_AHEAD=chain_ahead(self._head, self._chip),
             BLOCK_M=config.block_m,
             BLOCK_V=block_v(config.block_v, self._head),
             BLOCK_K=block_k(self._head, self._chip),
@@ -137,12 +136,13 @@ class OnePassEngine(TritonEngine):
             link_options = self._options(config.link_warps)
             launch(link_kernel, links, io, scratch, shape, **link_options)
         options = self._check_options(config)
+        tiles = w2_tiles(self._head, io, shape)
         if self._cooperative:
-            launch(passes_kernel, programs, io, scratch, shape, **options)
+            launch(passes_kernel, programs, io, tiles, scratch, shape, **options)
             return
         settle_options = self._options(config.chain_warps)
         for index in range(shape.PASSES):
-            launch(check_kernel, programs, io, scratch, index, shape, **options)
+            launch(check_kernel, programs, io, tiles, scratch, index, shape, **options)
             if shape.SHAPED:
                 launch(shape_kernel, row_steps, io, scratch, index, shape, **settle_options)
             launch(settle_kernel, io.rows, io, scratch, index, shape, **settle_options)
@@ -153,7 +153,8 @@ class OnePassEngine(TritonEngine):
             return config.programs_per_sm
         if shape not in self._resident:
             options = self._check_options(config)
-            kernel = compiled_for(passes_kernel, io, self._scratch, shape, **options)
+            tiles = w2_tiles(self._head, io, shape)
+            kernel = compiled_for(passes_kernel, io, tiles, self._scratch, shape, **options)
             fit = resident_programs(kernel, config.check_warps, self._head.device)
             self._resident[shape] = min(fit, config.programs_per_sm)
         return self._resident[shape]

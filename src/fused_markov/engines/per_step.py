@@ -14,7 +14,7 @@ from fused_markov.engines.chips import Chip, chip_of
 from fused_markov.engines.configs import PerStepConfig
 from fused_markov.engines.gpu import TritonEngine
 from fused_markov.engines.gpu_heads import WARPS, embed_programs, new_state
-from fused_markov.engines.launch import block_k, block_v, launch, make_shape
+from fused_markov.engines.launch import block_k, block_v, launch, make_shape, w2_tiles
 from fused_markov.engines.tuned import choose
 from fused_markov.head import MarkovHead
 from fused_markov.kernels.args import Inputs, StepScratch
@@ -85,12 +85,13 @@ class PerStepEngine(TritonEngine):
         )
         programs = self._multiprocessors * config.programs_per_sm
         options = self._chip.options(config.num_warps)
+        tiles = w2_tiles(head, io, shape)
         for step in range(batch.steps):
             if shape.VARIANT:
                 blocks = embed_programs(rows, head)
                 more = (step, programs, shape)
                 launch(embed_kernel, blocks, io, self._scratch, *more, **self._options(WARPS))
-            launch(step_kernel, programs, io, self._scratch, step, shape, **options)
+            launch(step_kernel, programs, io, tiles, self._scratch, step, shape, **options)
             if shape.SHAPED:
                 launch(shape_step_kernel, rows, io, self._scratch, step, shape, **options)
         blocks = triton.cdiv(rows, config.block_m)

@@ -9,7 +9,7 @@ from fused_markov.engines.configs import CANDIDATES, OnePassConfig, PerStepConfi
 Config = OnePassConfig | PerStepConfig
 
 # Fields that are lengths of tensors in device code, with the least; Triton wants powers of two, and
-# a matrix unit 16 of everything.
+# a matrix unit 16 of most; row-steps are its short side.
 LENGTHS = {
     "chunks": 1,
     "guess_m": 1,
@@ -18,7 +18,7 @@ LENGTHS = {
     "predecessors": 16,
     "link_warps": 1,
     "chain_warps": 1,
-    "block_m": 16,
+    "block_m": 8,
     "block_v": 16,
     "check_warps": 1,
     "num_warps": 1,

@@ -11,6 +11,7 @@ class Inputs(NamedTuple):
     id_map: Any  # [V] int64 target id of each candidate (MAPPED)
     keys: Any  # [V] int32 `noise.token_keys` of the candidates' target ids, of the stream
     successors: Any  # [vocab_size, SUCCESSORS] int32 candidates that stand out after a token
+    successor_biases: Any  # [vocab_size, SUCCESSORS] and their biases
     holes: Any  # [num_holes] int32 target ids below vocab_size that no candidate maps to
     base: Any  # [R, S, >=V] base logits
     anchors: Any  # [R] previous token of step 0
@@ -177,6 +178,7 @@ class Shape(NamedTuple):
     BLOCK_V: int  # candidates
     BLOCK_K: int  # part of the rank multiplied at a time
     STAGES: int  # tiles in flight
+    DESCRIBED: bool = False  # W2's tiles are loaded through a tensor descriptor
     # guess
     CANDIDATES: int = 0  # C, a row-step
     CHUNKS: int = 0  # parts of the vocabulary, each guessed by one work item
@@ -188,10 +190,9 @@ class Shape(NamedTuple):
     SUCCESSORS: int = 0  # successors a token, or none are known
     LINK_K: int = 0  # part of the rank multiplied at a time
     LINK_STAGES: int = 0  # such parts in flight
-    SETTLE_K: int = 0  # the same where a check's program follows a chain
     CHAIN_K: int = 0  # part of the rank that a chain's step multiplies at a time
     CHAIN_STAGES: int = 0  # such parts in flight
-    CHAIN_WIDTH: int = 0  # CANDIDATES + SUCCESSORS, rounded up to a power of two
+    CHAIN_AHEAD: bool = False  # in place of pieces: a step's rows of W2 are loaded a step ahead
     STREAM: str = "vllm-0.33"  # name of the noise stream
     TEMPERED: bool = False  # the cache holds logits divided by temperature
     # a head with a variant

@@ -136,7 +136,7 @@ def _score_guesses(io, x, tile, rows, best, best_id, cfg: tl.constexpr):
 
 
 @triton.jit
-def _bias(io, embed, prev, live, tile, in_vocab, cfg: tl.constexpr):
+def _bias(io, w2_tiles, embed, prev, live, tile, in_vocab, cfg: tl.constexpr):
     """fp32 [BLOCK_M, BLOCK_V] products; ``embed``: W1's rows where a block is the whole rank."""
     lane = tl.arange(0, cfg.BLOCK_V)
     if cfg.FORMAT != "plain":
@@ -149,9 +149,12 @@ def _bias(io, embed, prev, live, tile, in_vocab, cfg: tl.constexpr):
         v = tile * cfg.BLOCK_V + lane
         return product(io, prev, v, live, in_vocab, cfg.BLOCK_K, 1, cfg)
     else:
-        # The tile's own offset stands apart, so that its rows differ by constants.
-        weights = io.w2 + tile.to(tl.int64) * (cfg.BLOCK_V * cfg.RANK)
-        weights = rows_of(weights, lane, in_vocab, cfg)
+        if cfg.DESCRIBED:
+            weights = w2_tiles.load([tile * cfg.BLOCK_V, 0])
+        else:
+            # The tile's own offset stands apart, so that its rows differ by constants.
+            weights = io.w2 + tile.to(tl.int64) * (cfg.BLOCK_V * cfg.RANK)
+            weights = rows_of(weights, lane, in_vocab, cfg)
         if cfg.BLOCK_M < 64:
             # The matrix unit of few rows: candidates take the long side, and no lane idles.
             return tl.trans(tl.dot(weights, tl.trans(embed), input_precision="ieee"))
@@ -203,13 +206,14 @@ def _finish_tile(io, x, key, tile, in_vocab, rows, best, best_id, need, guessed,
 
 
 @triton.jit
-def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
+def check_tiles(io, w2_tiles, rows, first, stride, cfg: tl.constexpr):
     """Every ``stride``-th tile of logits from ``first`` on: cached, and reduced to the best score
     and id [BLOCK_M] of each row.
 
     One loop without loads that wait for others, so that the next tiles' W2 and base are on their
     way while this one is finished.
 
+    ``w2_tiles``: a tensor descriptor of W2's tiles where DESCRIBED says so, and not read otherwise.
     ``rows``: previous tokens, whether there is a row, offsets of base and cache, temperatures, what
     the gate demands, hash states, offsets of bans, guesses; of listed row-steps also their
     numbers.
@@ -238,7 +242,7 @@ def check_tiles(io, rows, first, stride, cfg: tl.constexpr):
         key = lane.to(tl.uint32)
         if cfg.NOISE:
             key = token_key(io, tile * cfg.BLOCK_V + lane, in_vocab)
-        acc = _bias(io, embed, prev, live, tile, in_vocab, cfg)
+        acc = _bias(io, w2_tiles, embed, prev, live, tile, in_vocab, cfg)
         x = finish_logits(acc, base.to(tl.float32), io.scale, io.soft_cap, cfg)
         if cfg.BANNED:
             v = tile * cfg.BLOCK_V + lane
@@ -258,7 +262,7 @@ def parts_of(count, programs, cfg: tl.constexpr):
 
 
 @triton.jit
-def check_all(io, scratch, pid, programs, count, cfg: tl.constexpr):
+def check_all(io, w2_tiles, scratch, pid, programs, count, cfg: tl.constexpr):
     """This program's part of the vocabulary, for a block of the ``count`` listed row-steps.
 
     Programs of different blocks and the same part walk side by side, and find W2 in L2.
@@ -268,7 +272,7 @@ def check_all(io, scratch, pid, programs, count, cfg: tl.constexpr):
     for item in range(pid, parts * blocks, programs):
         part, block = as_scalar(item) // blocks, as_scalar(item) % blocks
         rows = _load_rows(scratch, block, count, cfg)
-        best, best_id = check_tiles(io, rows, part, parts, cfg)
+        best, best_id = check_tiles(io, w2_tiles, rows, part, parts, cfg)
         i = block * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
         if cfg.FP64:
             at = part * blocks * cfg.BLOCK_M + i

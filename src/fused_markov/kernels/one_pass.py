@@ -55,21 +55,22 @@ def chain_kernel(io, scratch, cfg: tl.constexpr):
     """In place of links and walk: each row's chain of guesses, a program a row."""
     r = tl.program_id(0)
     anchor = load_anchor(io, r, r >= 0)
+    AHEAD: tl.constexpr = cfg.CHAIN_AHEAD
     PIECE: tl.constexpr = cfg.CHAIN_K
     STAGES: tl.constexpr = cfg.CHAIN_STAGES
     counter = scratch.num_active
-    chain_row(io, scratch, r, r * 0, anchor, r >= 0, counter, PIECE, STAGES, cfg)
+    chain_row(io, scratch, r, r * 0, anchor, r >= 0, counter, AHEAD, PIECE, STAGES, cfg)
 
 
 @triton.jit(do_not_specialize=["io", "scratch"], do_not_specialize_on_alignment=["scratch"])
-def passes_kernel(io, scratch, cfg: tl.constexpr):
+def passes_kernel(io, w2_tiles, scratch, cfg: tl.constexpr):
     """Passes over W2 until every row is settled; a cooperative launch."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     passes = as_scalar(0)
     count = tl.load(scratch.num_active)
     while count > 0:
-        check_all(io, scratch, pid, programs, count, cfg)
+        check_all(io, w2_tiles, scratch, pid, programs, count, cfg)
         grid_barrier(scratch.arrivals)
         passes += 1
         if cfg.SHAPED:
@@ -85,12 +86,12 @@ def passes_kernel(io, scratch, cfg: tl.constexpr):
 @triton.jit(
     do_not_specialize=["io", "scratch", "index"], do_not_specialize_on_alignment=["scratch"]
 )
-def check_kernel(io, scratch, index, cfg: tl.constexpr):
+def check_kernel(io, w2_tiles, scratch, index, cfg: tl.constexpr):
     """Pass number ``index``; idle where nothing is left to check."""
     pid = tl.program_id(0)
     count = tl.load(scratch.num_active + index)
     if count > 0:
-        check_all(io, scratch, pid, tl.num_programs(0), count, cfg)
+        check_all(io, w2_tiles, scratch, pid, tl.num_programs(0), count, cfg)
         if pid == 0:
             tl.store(scratch.passes, (index + 1).to(tl.int64))
 

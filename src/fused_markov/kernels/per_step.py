@@ -48,7 +48,7 @@ def _write_winner(io, r, in_batch, step, token, best, live, cfg: tl.constexpr):
 
 
 @triton.jit
-def _sample_part(io, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
+def _sample_part(io, w2_tiles, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
     """Best score and id of rows [BLOCK_M] over this program's tiles."""
     slot = load_slot(io, r, step, in_batch)
     live = slot >= 0
@@ -63,11 +63,11 @@ def _sample_part(io, r, in_batch, step, prev, pid, parts, cfg: tl.constexpr):
     need = tl.where(live, LOWEST_NEED, float("inf"))
     rows = (prev, live, base_at, cache_at, temp, need, state, state64, ban, prev)
     first = tl.where(tl.max(live.to(tl.int32), axis=0) > 0, pid, io.vocab)
-    return check_tiles(io, rows, first, parts, cfg)
+    return check_tiles(io, w2_tiles, rows, first, parts, cfg)
 
 
 @triton.jit(do_not_specialize=["io", "scratch", "step"], do_not_specialize_on_alignment=["scratch"])
-def step_kernel(io, scratch, step, cfg: tl.constexpr):
+def step_kernel(io, w2_tiles, scratch, step, cfg: tl.constexpr):
     """Draft step ``step`` of all rows; leaves a winner of each program's part of the vocabulary."""
     pid = tl.program_id(0)
     parts = tl.num_programs(0)
@@ -81,7 +81,7 @@ def step_kernel(io, scratch, step, cfg: tl.constexpr):
             if pid == 0:
                 _write_winner(io, r, in_batch, step - 1, prev, score, was_live, cfg)
         prev = embed_index(r * cfg.STEPS + step, prev, cfg)
-        best, best_id = _sample_part(io, r, in_batch, step, prev, pid, parts, cfg)
+        best, best_id = _sample_part(io, w2_tiles, r, in_batch, step, prev, pid, parts, cfg)
         at = ((step % 2) * parts + pid).to(tl.int64) * io.rows + r
         tl.store(scratch.best + at, best, mask=in_batch)
         tl.store(scratch.best_id + at, best_id, mask=in_batch)

@@ -58,7 +58,7 @@ def _settle_row(io, scratch, r, count, counter, cfg: tl.constexpr):
             # Few: a guess here is rare, and its registers are the whole check's.
             STAGES: tl.constexpr = 2 if cfg.PTX else 1
             gated = unsure == 0
-            chain_row(io, scratch, r, end, prev, gated, counter, cfg.SETTLE_K, STAGES, cfg)
+            chain_row(io, scratch, r, end, prev, gated, counter, False, cfg.LINK_K, STAGES, cfg)
         else:
             tl.store(scratch.start + r, end)
 
